@@ -19,7 +19,7 @@ PLACEMENT, STRATEGY = "placement", "strategy"
 _PARTS = {
     PLACEMENT: (
         ("rlplace.agents.planner", "rlplace.envs.vector.construct:construct"),
-        ("rlplace.placement.search", "rlplace.placement.published.compiler.seeds:_match"),
+        ("rlplace.placement.search", "rlplace.placement.published.compiler.nets:_match"),
     ),
     STRATEGY: (
         ("rlplace.strategy.executor.evaluate", "rlplace.strategy.executor.kernel:evaluate_packed"),

@@ -155,7 +155,7 @@ class _Unranked(GuidedSearch):
 def warm_up() -> None:
     """Compiles the kernels of the search, or loads them, so that time limits do not include it; needs no torch."""
     from rlplace.envs.instance import make_instance
-    from rlplace.placement.annealing.annealing import warm_up as warm_up_searches
+    from rlplace.placement.annealing import warm_up as warm_up_searches
     from rlplace.problem.generate import random_problem
 
     warm_up_searches()

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlplace.errors import whole_number
-from rlplace.placement.common.bottleneck import Move
 from rlplace.placement.local_search import LocalSearchSettings, descend
-from rlplace.placement.search import MoveMaker, PlacementSearch
+from rlplace.placement.search import Move, MoveMaker, PlacementSearch, search_planner
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,8 @@ class IlsSettings:
             whole_number(getattr(self, name), f"ils: {name}", 1)
 
 
-SETTINGS = IlsSettings
-
-
-def spend(search: PlacementSearch, seed: int, settings: IlsSettings) -> None:
+@search_planner(IlsSettings, doc=__doc__)
+def ils(search: PlacementSearch, seed: int, settings: IlsSettings) -> None:
     """Spends the search's budget; `seed` is the seed of the random moves."""
     moves, explored, best_s, failed = MoveMaker(search.evaluator.problem, seed), set[bytes](), math.inf, 0
     inner = LocalSearchSettings(tries=settings.tries, random_tries=settings.random_tries)

@@ -22,10 +22,9 @@ import numpy as np
 from rlplace.compiled import entry, stamp_of
 from rlplace.errors import InputError, show
 from rlplace.placement.common import movekernels
-from rlplace.placement.common.groupgraph import group_graph
+from rlplace.placement.common.groupgraph import group_graph, traffic
 from rlplace.placement.common.movekernels import draw_uniform
-from rlplace.placement.common.repair import traffic
-from rlplace.placement.search import PlacementSearch
+from rlplace.placement.search import PlacementSearch, search_planner
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,8 @@ class LnsSettings:
                 raise InputError(f"lns: {name} must be a number from 0 up to {most:g}, found {show(value)}")
 
 
-SETTINGS = LnsSettings
-
-
-def spend(search: PlacementSearch, seed: int, settings: LnsSettings) -> None:
+@search_planner(LnsSettings, doc=__doc__)
+def lns(search: PlacementSearch, seed: int, settings: LnsSettings) -> None:
     """Spends the search's budget; `seed` is the seed of clusters and noise."""
     problem = search.evaluator.problem
     graph, groups = group_graph(problem), problem.num_groups
@@ -90,7 +87,7 @@ def _compile(stamp):
             time_s: float64 [G, D]; inf where a group may not sit.
             chosen: int32 [G], filled: the groups of the cluster.
             devices: int32 [G], changed.
-            links: What prices transfers, see `rlplace.placement.common.repair.traffic`.
+            links: What prices transfers, see `rlplace.placement.common.groupgraph.Traffic`.
         """
         _ = stamp
         neighbor_ptr, neighbor, neighbor_edge, neighbor_out, edge_bytes, edge_count, edge_fixed_s, latency, inverse = links

@@ -29,14 +29,13 @@ from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.callbacks import BaseCallback
 
-from benchmarks import lns
+from benchmarks.lns import lns
 from rlplace.agents.checkpoint import versions
 from rlplace.agents.policy import PlacerPolicy, PlacerVecEnv, UnmaskedPlacerPolicy
 from rlplace.envs import Instance, PlacementEnv, RefinementEnv, make_instance
 from rlplace.envs.toy import UNSEEN, toy_instances
 from rlplace.errors import InfeasibleError
 from rlplace.placement import get_planner
-from rlplace.placement.search import search_planner
 from rlplace.problem.generate import random_problem
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,7 +92,7 @@ def searched(env: str, name: str, seed: int) -> list[float]:
         if options and env == "Refinement":
             options["start"] = instance.floor
         try:
-            planner = search_planner("lns", lns) if name == "lns" else get_planner(name)
+            planner = lns if name == "lns" else get_planner(name)
             over.append(planner(instance.problem, **options).predicted.step_time_s / instance.reference_step_time_s)
         except InfeasibleError:
             over.append(np.inf)

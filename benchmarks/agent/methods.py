@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import ils, lns
-from benchmarks.agent import race
+from benchmarks.agent.race import race
 from benchmarks.agent.records import ABLATION, AGENT, RIVAL, Method
+from benchmarks.ils import ils
+from benchmarks.lns import lns
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.planner import Agent, load_agent
 from rlplace.budget import Budget
@@ -24,8 +25,7 @@ from rlplace.model.zoo.functions import guessed
 from rlplace.placement import get_planner
 from rlplace.placement.common.evaluate import Assignment, PlanEvaluator, ScoredAssignment
 from rlplace.placement.common.floor import finish
-from rlplace.placement.random_plans import candidates
-from rlplace.placement.search import search_planner
+from rlplace.placement.simple import random_plans
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem
 
@@ -97,7 +97,7 @@ def place_of(method: Method) -> Callable[..., PlacementPlan]:
     """The function of a method: `place(problem, *, seed, start, calls or time_limit_s)`."""
     if method.role == RIVAL:
         name = method.name.partition(" ")[0]
-        own = {"random": random_search} | {name: search_planner(name, module) for name, module in SEARCHES.items()}
+        own = {"random": random_search, **SEARCHES}
         return partial(own[name] if name in own else get_planner(name), **method.options)
     options = dict(method.options)
     assert method.checkpoint is not None
@@ -110,7 +110,7 @@ def random_search(
 ) -> PlacementPlan:
     """The best of the start and of the random plans of the planner `random`, each simulated once and none repaired."""
     evaluator = PlanEvaluator(problem, Budget(calls, time_limit_s))
-    draws: Iterator[Assignment] = candidates(problem, seed, samples=1 << 60)
+    draws: Iterator[Assignment] = random_plans.candidates(problem, seed, samples=1 << 60)
     first = next(draws) if start is None else np.asarray(start, dtype=np.int32)
     best, score = first, evaluator.score(first)
     evaluator.budget.used = 0

@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from benchmarks import ils
+from benchmarks.ils import ils
 from rlplace.errors import InputError, show, unknown_name, whole_number
-from rlplace.placement import local_search
 from rlplace.placement.annealing import annealing
 from rlplace.placement.common.evaluate import PlanEvaluator, ScoredAssignment, uncounted
-from rlplace.placement.search import PlacementSearch, floor_answers
+from rlplace.placement.local_search import local_search
+from rlplace.placement.search import PlacementSearch, floor_answers, search_planner
 from rlplace.problem import Problem
 
 SEARCHES = {"annealing": annealing, "local_search": local_search, "ils": ils}
@@ -52,9 +52,6 @@ class RaceSettings:
             raise unknown_name("search of the race", self.search, SEARCHES)
 
 
-SETTINGS = RaceSettings
-
-
 def starts_of(problem: Problem) -> list[ScoredAssignment]:
     """The unlike plans of the one-shot planners, quickest first; made once a problem, in no budget."""
     if problem.fingerprint not in _starts:
@@ -65,7 +62,8 @@ def starts_of(problem: Problem) -> list[ScoredAssignment]:
     return _starts[problem.fingerprint]
 
 
-def spend(search: PlacementSearch, seed: int, settings: RaceSettings) -> None:
+@search_planner(RaceSettings, doc=__doc__)
+def race(search: PlacementSearch, seed: int, settings: RaceSettings) -> None:
     """Spends the search's budget; `seed` is the seed of all runs."""
     first, whole_s = search.answer(), search.budget.left_s()
     others = [answer for answer in starts_of(search.evaluator.problem) if (answer.devices != first.devices).any()]
@@ -94,7 +92,7 @@ def run(
     search: PlacementSearch, start: ScoredAssignment, seed: int, settings: RaceSettings, share: float, whole_s: float
 ) -> ScoredAssignment:
     """The best plan of a run that has `share` of the whole budget, or what is left of it where that is less."""
-    module, calls, limit_s = SEARCHES[settings.search], None, None
+    planner, calls, limit_s = SEARCHES[settings.search], None, None
     budget = search.budget
     if budget.calls != math.inf:
         calls = int(min(share * budget.calls, budget.calls - budget.used))
@@ -102,6 +100,6 @@ def run(
         limit_s = max(0.0, min(share * whole_s, budget.left_s()))
     with uncounted():
         own = PlacementSearch(search.evaluator.problem, "race", start.devices, calls=calls, time_limit_s=limit_s)
-        module.spend(own, seed, module.SETTINGS())
+        planner.spend(own, seed, planner.settings())
     search.evaluator.count(own.budget.used)
     return own.answer()

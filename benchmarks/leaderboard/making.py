@@ -31,7 +31,7 @@ from rlplace.errors import InfeasibleError, InputError
 from rlplace.files import check_folder, write_bytes, write_text
 from rlplace.placement import NEEDS_SPLIT, PLANNERS, get_planner
 from rlplace.placement.ask import attempt
-from rlplace.placement.common.floor import one_shot
+from rlplace.placement.common.floor import REPAIRS, OneShotPlanner
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
@@ -150,7 +150,7 @@ def project(name: str, problem: Problem, *, seed: int = 0, time_limit_s: float |
                 drawn += [plan.device_of_group[forward], plan.device_of_group[backward]]
         return drawn
 
-    return one_shot(problem, name, candidates, seed=seed, time_limit_s=time_limit_s)
+    return OneShotPlanner(candidates, name, REPAIRS)(problem, seed=seed, time_limit_s=time_limit_s)
 
 
 def new_card(name: str, planner: str, budget: str, said: Mapping[str, str | None], seed: int) -> Card:

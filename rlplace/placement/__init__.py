@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from rlplace.problem import Problem
 
 PLANNERS: dict[str, str] = {
-    "single": "rlplace.placement.single:candidates",
-    "round_robin": "rlplace.placement.round_robin:candidates",
-    "random": "rlplace.placement.random_plans:candidates",
-    "balanced": "rlplace.placement.balanced:candidates",
-    "heft": "rlplace.placement.heft:candidates",
-    "m_topo": "rlplace.placement.m_topo:candidates",
-    "m_etf": "rlplace.placement.m_etf:candidates",
-    "metis": "rlplace.placement.metis:candidates",
-    "critical_path": "rlplace.placement.critical_path:candidates",
-    "compiler": "rlplace.placement.published.compiler.partition:candidates",
-    "pardnn": "rlplace.placement.published.pardnn.pardnn:candidates",
-    "bipartition": "rlplace.placement.published.bipartition.bipartition:bipartition",
-    "annealing": "rlplace.placement.annealing.annealing:spend",
-    "local_search": "rlplace.placement.local_search:spend",
+    "single": "rlplace.placement.simple:single",
+    "round_robin": "rlplace.placement.simple:round_robin",
+    "random": "rlplace.placement.simple:random_plans",
+    "balanced": "rlplace.placement.balanced:balanced",
+    "heft": "rlplace.placement.list_scheduling:heft",
+    "m_topo": "rlplace.placement.simple:m_topo",
+    "m_etf": "rlplace.placement.list_scheduling:m_etf",
+    "metis": "rlplace.placement.metis:metis",
+    "critical_path": "rlplace.placement.list_scheduling:critical_path",
+    "compiler": "rlplace.placement.published.compiler:compiler",
+    "pardnn": "rlplace.placement.published.pardnn:pardnn",
+    "bipartition": "rlplace.placement.published.bipartition:bipartition",
+    "annealing": "rlplace.placement.annealing:annealing",
+    "local_search": "rlplace.placement.local_search:local_search",
     "cp_sat": "rlplace.placement.cp_sat:cp_sat",
     "dlplacer": "rlplace.placement.published.dlplacer.dlplacer:dlplacer",
     "best": "rlplace.placement.search:best",
     "agent": "rlplace.agents.planner:agent",
 }
-"""Planner name to ``"module:function"``; `candidates` and `spend` are parts of one (`one_shot_planner`, `search_planner`)."""
+"""Planner name to ``"module:function"``."""
 
 ONE_SHOT = (
     "single", "round_robin", "heft", "m_etf", "critical_path", "pardnn", "metis", "balanced", "m_topo", "compiler",
@@ -75,21 +75,12 @@ def get_planner(name: str) -> Planner:
         from rlplace.placement.foreign import foreign_planner
 
         return cast(Planner, foreign_planner(extension))
-    module_name, function = PLANNERS[name].split(":")
-    module = import_module(module_name)
-    if function == "candidates":
-        from rlplace.placement.common.floor import one_shot_planner
-
-        return one_shot_planner(name, module)
-    if function == "spend":
-        from rlplace.placement.search import search_planner
-
-        return search_planner(name, module)
-    return getattr(module, function)
+    module, function = PLANNERS[name].split(":")
+    return getattr(import_module(module), function)
 
 
 def planner_options(name: str) -> frozenset[str] | None:
-    """Returns the options that a planner of placements takes beside seed and time limit; None: whatever it is given.
+    """Returns the options that a planner of placements takes beside seed and time limit; None: any.
 
     Raises:
         InputError: As `get_planner`.

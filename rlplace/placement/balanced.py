@@ -9,7 +9,7 @@ Among splits of that order this planner also builds ones that allow segments up 
 optimum and then minimise the sum of compute time and transfers across cuts (dynamic programming with a sliding-window
 minimum): a single training step passes a chain one segment after the other, so its time is that sum, not the largest
 segment. All are built for 1 to D devices and two topological orders, layer-wise pipelines
-(`rlplace.placement.published.bipartition.bipartition`) compete as well, and the simulator picks.
+(`rlplace.placement.published.bipartition`) compete as well, and the simulator picks.
 
 Paper: the exact min-max partition is folklore (Khanna, Muthukrishnan, Skiena, "Efficient array partitioning", 1997); GPipe
 (Huang et al., 2019) splits by the same objective with a heuristic.
@@ -25,15 +25,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.compiled import entry
 from rlplace.placement.common.evaluate import Assignment
-from rlplace.placement.common.floor import device_classes, device_subsets, map_parts
+from rlplace.placement.common.floor import device_classes, device_subsets, map_parts, one_shot_planner
 from rlplace.placement.common.groupgraph import finite_links, group_graph
-from rlplace.placement.published.bipartition.bipartition import straight_pipelines
+from rlplace.placement.published.bipartition import straight_pipelines
 from rlplace.placement.published.bipartition.layers import layer_orders
 from rlplace.problem import Problem
 
@@ -44,8 +45,18 @@ SLACKS = (1.0, 1.1, 1.3, np.inf)
 """Segment times allowed, as multiples of the optimum, when traffic across cuts is minimised."""
 
 
-def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
-    """Splits for every number of devices, order and slack; then layer-wise pipelines."""
+class Segments(NamedTuple):
+    """Groups in the order that is cut, for C classes of devices, or devices in the order of the segments."""
+
+    prefix: Any  # float64 [C, G + 1], seconds of the groups before each position
+    barrier: Any  # int64 [C, G + 1], position of the first barred group at or after each position
+    size: Any  # float64 [G + 1], bytes of the groups before each position
+    limit: Any  # float64 [C] bytes
+
+
+@one_shot_planner("balanced")
+def balanced(problem: Problem, seed: int) -> Iterator[Assignment]:
+    """Yields splits for every number of devices, order and slack, then layer-wise pipelines; see the module docstring."""
     del seed
     for subset in reversed(device_subsets(problem)):
         for order in layer_orders(problem):
@@ -69,92 +80,79 @@ def min_max_split(
         no split respects memory and null times.
     """
     classes = device_classes(problem, devices)
-    prefix, barrier, size, limits = _segments(problem, order, [members[0] for members in classes], size_bytes)
+    segments = segments_of(problem, order, [members[0] for members in classes], size_bytes)
     counts = np.array([len(members) for members in classes], dtype=np.int64)
     sequences = None
     if np.prod(counts.astype(float) + 1) > MAX_STATES:
         class_of = {device: index for index, members in enumerate(classes) for device in members}
         first = np.array([class_of[d] for d in devices], dtype=np.int64)
         sequences = np.stack([first, first[::-1]])
-    best: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
-    low, high = 0.0, np.inf
-    while True:
-        # The first probe is without a bound, then real values bracket the optimum from above.
-        bound = high if best is None else 0.5 * (low + high)
-        if best is not None and (bound <= low or bound >= high):
-            break
-        split = _cover(bound, prefix, barrier, size, limits, counts, sequences)
+
+    def longest(split: tuple[NDArray[np.int64], NDArray[np.int64]]) -> float:
+        runs = zip(split[0], pairwise(split[1]), strict=True)
+        return max((float(segments.prefix[kind, b] - segments.prefix[kind, a]) for kind, (a, b) in runs), default=0.0)
+
+    best = _cover(np.inf, segments, counts, sequences)
+    if best is None:
+        return None
+    low, high = 0.0, longest(best)  # real values bracket the optimum from above
+    while low < (bound := 0.5 * (low + high)) < high:
+        split = _cover(bound, segments, counts, sequences)
         if split is None:
-            if best is None:
-                return None
             low = bound
-            continue
-        best = split
-        kinds, cuts = split
-        high = min(bound, max((float(prefix[c, cuts[i + 1]] - prefix[c, cuts[i]]) for i, c in enumerate(kinds)), default=0.0))
-        if high <= low:
-            break
-    assert best is not None
+        else:
+            best, high = split, min(bound, longest(split))
     pools = [list(members) for members in classes]
-    return high, [pools[c].pop(0) for c in best[0]], best[1]
+    return high, [pools[kind].pop(0) for kind in best[0]], best[1]
 
 
-def _segments(
-    problem: Problem, order: NDArray[np.int32], devices: Sequence[int], size_bytes: NDArray[np.int64]
-) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
-    """Prefix times [C, G + 1], the first barred group at or after each position [C, G + 1], prefix bytes, limits."""
-    graph = group_graph(problem)
-    times = graph.time_s[order][:, devices].T
-    groups = len(order)
-    finite = np.isfinite(times)
+def segments_of(problem: Problem, order: NDArray[np.int32], devices: Sequence[int], size_bytes: NDArray[np.int64]) -> Segments:
+    """Returns the groups in the order that is cut, for some devices; see `min_max_split`."""
+    times = group_graph(problem).time_s[order][:, devices].T
+    groups, finite = len(order), np.isfinite(times)
     prefix = np.zeros((len(devices), groups + 1))
     np.cumsum(np.where(finite, times, 0.0), axis=1, out=prefix[:, 1:])
     barrier = np.full((len(devices), groups + 1), groups, dtype=np.int64)
     barrier[:, :-1] = np.where(finite, groups, np.arange(groups))
     barrier = np.minimum.accumulate(barrier[:, ::-1], axis=1)[:, ::-1].copy()
     size = np.concatenate([[0.0], np.cumsum(size_bytes[order].astype(np.float64))])
-    return prefix, barrier, size, problem.memory_limit_bytes[list(devices)]
+    return Segments(prefix, barrier, size, problem.memory_limit_bytes[list(devices)])
 
 
 def _cover(
-    bound: float, prefix: NDArray[np.float64], barrier: NDArray[np.int64], size: NDArray[np.float64],
-    limits: NDArray[np.float64], counts: NDArray[np.int64], sequences: NDArray[np.int64] | None,
-) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:  # fmt: skip
+    bound: float, segments: Segments, counts: NDArray[np.int64], sequences: NDArray[np.int64] | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
     """Returns a split with no segment above `bound`: the class of each segment and the offsets; None when there is none."""
-    groups = len(size) - 1
+    groups = len(segments.size) - 1
     if sequences is not None:
         for sequence in sequences:
             cuts = [0]
             for kind in sequence:
-                cuts.append(_extend(cuts[-1], kind, bound, prefix, barrier, size, limits))
+                cuts.append(_extend(cuts[-1], kind, bound, segments))
             if cuts[-1] == groups:
                 return sequence, np.array(cuts)
         return None
-    states = int(np.prod(counts + 1))
-    reach, last = np.zeros(states, dtype=np.int64), np.full(states, -1, dtype=np.int64)
-    _reach(bound, prefix, barrier, size, limits, counts, reach, last)
-    full = int(reach.argmax())
-    if reach[full] < groups:
+    reach, last = _reach(bound, segments, counts)
+    state = int(reach.argmax())
+    if reach[state] < groups:
         return None
     strides = np.concatenate([[1], np.cumprod(counts + 1)[:-1]])
     kinds: list[int] = []
     cuts = [groups]
-    state = full
     while last[state] >= 0:
-        kind = int(last[state])
-        state -= int(strides[kind])
-        kinds.append(kind)
+        kinds.append(int(last[state]))
+        state -= int(strides[kinds[-1]])
         cuts.append(int(reach[state]))
     return np.array(kinds[::-1], dtype=np.int64), np.array(cuts[::-1], dtype=np.int64)
 
 
 @entry
-def _extend(start, kind, bound, prefix, barrier, size, limits):
-    """The end of the longest segment from `start` that a device of class `kind` can take."""
-    low, high = start, barrier[kind, start]
+def _extend(start, kind, bound, s):
+    """Returns the end of the longest segment from `start` that a device of class `kind` can take."""
+    low, high = start, s.barrier[kind, start]
     while low < high:
         middle = (low + high + 1) // 2
-        if prefix[kind, middle] - prefix[kind, start] <= bound and size[middle] - size[start] <= limits[kind]:
+        if s.prefix[kind, middle] - s.prefix[kind, start] <= bound and s.size[middle] - s.size[start] <= s.limit[kind]:
             low = middle
         else:
             high = middle - 1
@@ -162,49 +160,54 @@ def _extend(start, kind, bound, prefix, barrier, size, limits):
 
 
 @entry
-def _reach(bound, prefix, barrier, size, limits, counts, reach, last):
-    """Fills `reach` and `last`: the longest prefix covered by every multiset of devices, and the class of its last device."""
-    for state in range(1, len(reach)):
+def _reach(bound, s, counts):
+    """Returns int64 [states] each: the longest prefix that every multiset of devices covers, and the class of its last one."""
+    states = 1
+    for count in counts:
+        states *= count + 1
+    reach, last = np.zeros(states, dtype=np.int64), np.full(states, -1, dtype=np.int64)
+    for state in range(1, states):
         rest, stride, best = state, 1, -1
         for kind in range(len(counts)):
             if rest % (counts[kind] + 1) > 0:
-                end = _extend(reach[state - stride], kind, bound, prefix, barrier, size, limits)
+                end = _extend(reach[state - stride], kind, bound, s)
                 if end > best:
                     best, last[state] = end, kind
             rest //= counts[kind] + 1
             stride *= counts[kind] + 1
         reach[state] = best
+    return reach, last
 
 
-def _cheapest_cuts(
-    prefix: NDArray[np.float64], barrier: NDArray[np.int64], size: NDArray[np.float64], limits: NDArray[np.float64],
-    cut_s: NDArray[np.float64], bound: float,
-) -> NDArray[np.int64]:  # fmt: skip
-    """Returns offsets [K + 1] that minimise compute plus cut time, no segment above `bound` or its limit; first entry -1 if
-    none.
+def cheapest_cuts(segments: Segments, cut_s: NDArray[np.float64], bound: float) -> list[int] | None:
+    """Returns the offsets that minimise compute plus cut time, no segment above `bound` or its limit; None if there are none.
+
+    Args:
+        segments: The groups, with a row for the device of each segment.
+        cut_s: float64 [K, G + 1], seconds of a cut before each position.
+        bound: Largest time of a segment in seconds.
     """
-    parts, groups = len(prefix), len(size) - 1
-    best = np.full((parts + 1, groups + 1), np.inf)
-    start = np.zeros((parts + 1, groups + 1), dtype=np.int64)
-    best[0, 0] = 0.0
-    queue, value = np.zeros(groups + 1, dtype=np.int64), np.zeros(groups + 1)
-    _cheapest(prefix, barrier, size, limits, cut_s, bound, best, start, queue, value)
-    cuts = np.full(parts + 1, -1, dtype=np.int64)
-    if best[parts, groups] < np.inf:
-        cuts[parts] = groups
-        for k in range(parts, 0, -1):
-            cuts[k - 1] = start[k, cuts[k]]
-    return cuts
+    best, start = _cheapest(segments, cut_s, bound)
+    if best[-1, -1] == np.inf:
+        return None
+    cuts = [len(segments.size) - 1]
+    for row in start[:0:-1]:
+        cuts.append(int(row[cuts[-1]]))
+    return cuts[::-1]
 
 
 @entry
-def _cheapest(prefix, barrier, size, limits, cut_s, bound, best, start, queue, value):
-    """Fills `best` and `start` [K + 1, G + 1].
+def _cheapest(s, cut_s, bound):
+    """Returns float64 and int64 [K + 1, G + 1]: the best value, and the start of the last segment.
 
     ``best[k, j]``: the first j groups on the first k devices. The start of segment k lies in a window whose left end grows
     with j, so a deque of candidates gives every minimum in constant time. Empty segments are allowed.
     """
+    prefix, barrier, size, limit = s
     parts, groups = prefix.shape[0], prefix.shape[1] - 1
+    best, start = np.full((parts + 1, groups + 1), np.inf), np.zeros((parts + 1, groups + 1), dtype=np.int64)
+    queue, value = np.zeros(groups + 1, dtype=np.int64), np.zeros(groups + 1)
+    best[0, 0] = 0.0
     for k in range(parts):
         head, tail, left, wall = 0, 0, 0, 0
         for j in range(groups + 1):
@@ -216,7 +219,7 @@ def _cheapest(prefix, barrier, size, limits, cut_s, bound, best, start, queue, v
                 tail -= 1
             queue[tail] = j
             tail += 1
-            while left < j and (left < wall or prefix[k, j] - prefix[k, left] > bound or size[j] - size[left] > limits[k]):
+            while left < j and (left < wall or prefix[k, j] - prefix[k, left] > bound or size[j] - size[left] > limit[k]):
                 left += 1
             while queue[head] < left:
                 head += 1
@@ -226,11 +229,11 @@ def _cheapest(prefix, barrier, size, limits, cut_s, bound, best, start, queue, v
             if best[k, j] < best[k + 1, j]:  # an empty segment costs no cut
                 best[k + 1, j] = best[k, j]
                 start[k + 1, j] = j
+    return best, start
 
 
 def _splits(problem: Problem, order: NDArray[np.int32], subset: Sequence[int]) -> Iterator[Assignment]:
-    graph = group_graph(problem)
-    for sizes in (graph.footprint_bytes, problem.resident_bytes):
+    for sizes in (group_graph(problem).footprint_bytes, problem.resident_bytes):
         split = min_max_split(problem, order, subset, sizes)
         if split is not None:
             break
@@ -242,24 +245,23 @@ def _splits(problem: Problem, order: NDArray[np.int32], subset: Sequence[int]) -
         return
     # Devices that the optimum leaves empty may still help when segments are allowed to be longer.
     row = devices + [d for d in subset if d not in devices]
-    prefix, barrier, size, limits = _segments(problem, order, row, sizes)
-    cut_s = _cut_seconds(problem, order, row)
+    segments, cut_s = segments_of(problem, order, row, sizes), cut_seconds(problem, order, row)
     for slack in SLACKS:
-        cheapest = _cheapest_cuts(prefix, barrier, size, limits, cut_s, bound * slack * (1 + 1e-12))
-        if cheapest[0] == 0:
+        cheapest = cheapest_cuts(segments, cut_s, bound * slack * (1 + 1e-12))
+        if cheapest is not None:
             yield _assign(problem, order, row, cheapest)
 
 
-def _assign(problem: Problem, order: NDArray[np.int32], devices: Sequence[int], cuts: NDArray[np.int64]) -> Assignment:
+def _assign(
+    problem: Problem, order: NDArray[np.int32], devices: Sequence[int], cuts: NDArray[np.int64] | list[int]
+) -> Assignment:
     part = np.empty(problem.num_groups, dtype=np.int32)
     part[order] = np.repeat(np.arange(len(devices), dtype=np.int32), np.diff(cuts))
     return map_parts(problem, part, devices)
 
 
-def _cut_seconds(problem: Problem, order: NDArray[np.int32], devices: Sequence[int]) -> NDArray[np.float64]:
-    """Returns float64 [K, G + 1], seconds of all transfers over a cut before each position, on the link to the previous
-    device.
-    """
+def cut_seconds(problem: Problem, order: NDArray[np.int32], devices: Sequence[int]) -> NDArray[np.float64]:
+    """Returns float64 [K, G + 1], seconds of all transfers over a cut before each position, on the link of its devices."""
     graph = group_graph(problem)
     latency, inverse = finite_links(problem)
     position = np.argsort(order)

@@ -4,9 +4,8 @@ Problem: step time of the executor itself, as in `annealing`. A step ends when i
 last event, every op on the chain started when an input arrived or when its device became free. A transfer on the chain is
 removed by joining its two groups on either side; a wait for a busy device is removed by moving the waiting group, or the one
 that ran before it, to an idler device. These moves, also for the run of consecutive groups around them, are ranked by the
-seconds they remove less the transfers they add (`rlplace.placement.common.bottleneck`), and the first one that improves is
-made. At a local optimum a few random moves are made, and the descent goes on from there; it returns to the best answer when
-that did not pay.
+seconds they remove less the transfers they add, and the first one that improves is made. At a local optimum a few random moves
+are made, and the descent continues from there; it returns to the best answer when that did not pay.
 
 Paper: guided moves are in the spirit of critical-path local search for scheduling (van Laarhoven, Aarts, Lenstra, "Job shop
 scheduling by simulated annealing", 1992); restarts by small kicks are iterated local search (Lourenco, Martin, Stutzle, 2003).
@@ -20,9 +19,16 @@ import math
 from dataclasses import dataclass
 from random import Random
 
+import numpy as np
+
 from rlplace.errors import InputError, show, whole_number
-from rlplace.placement.common.bottleneck import Move, ranked_moves
-from rlplace.placement.search import MoveMaker, PlacementSearch
+from rlplace.placement.common import kernels
+from rlplace.placement.common.evaluate import Assignment
+from rlplace.placement.common.groupgraph import group_graph, traffic
+from rlplace.placement.common.oparrays import op_arrays
+from rlplace.placement.search import Move, MoveMaker, PlacementSearch, search_planner
+from rlplace.problem import Problem
+from rlplace.simulator import Timeline
 
 
 @dataclass(frozen=True)
@@ -44,16 +50,13 @@ class LocalSearchSettings:
 
     def __post_init__(self) -> None:
         for name in ("tries", "random_tries", "kick"):
-            value = getattr(self, name)
-            whole_number(value, f"local_search: {name}", 1)
+            whole_number(getattr(self, name), f"local_search: {name}", 1)
         if not 0.0 <= self.kick_worse < math.inf:
             raise InputError(f"local_search: kick_worse must not be negative, found {show(self.kick_worse)}")
 
 
-SETTINGS = LocalSearchSettings
-
-
-def spend(search: PlacementSearch, seed: int, settings: LocalSearchSettings) -> None:
+@search_planner(LocalSearchSettings, doc=__doc__)
+def local_search(search: PlacementSearch, seed: int, settings: LocalSearchSettings) -> None:
     """Spends the search's budget; `seed` is the seed of the kicks."""
     moves, rng = MoveMaker(search.evaluator.problem, seed), Random(seed)
     explored: set[bytes] = set()
@@ -81,8 +84,7 @@ def descend(search: PlacementSearch, moves: MoveMaker, explored: set[bytes], set
         guided: list[Move] = []
         if here not in explored:
             line = search.evaluator.timeline(search.assignment)
-            ranked = ranked_moves(search.evaluator.problem, line, search.assignment, limit=settings.tries)
-            guided = [move for _, move in ranked]
+            guided = [move for _, move in ranked_moves(search.evaluator.problem, line, search.assignment, settings.tries)]
         explored.add(here)
         for index in range(len(guided) + settings.random_tries):
             if search.budget.share() >= 1.0:
@@ -99,3 +101,63 @@ def descend(search: PlacementSearch, moves: MoveMaker, explored: set[bytes], set
                 search.accept(move, score)
             if improved:
                 break
+
+
+def ranked_moves(problem: Problem, line: Timeline, assignment: Assignment, limit: int) -> list[tuple[float, Move]]:
+    """Finds moves that shorten the critical chain of a timeline, most promising first.
+
+    Args:
+        problem: The problem.
+        line: Timeline of the assignment.
+        assignment: int32 [G].
+        limit: Most moves to return.
+
+    Returns:
+        Rows (estimated saving in seconds, move). The groups of a move all go to one device.
+    """
+    if line.step_time_s is None:
+        return []
+    graph = group_graph(problem)
+    devices = np.array(assignment, dtype=np.int32)
+    saved = np.zeros((problem.num_groups, problem.num_devices))
+    touched = np.zeros(saved.shape, dtype=np.bool_)
+    arrival_s = np.full((problem.num_tensors, problem.num_devices), -1.0)
+    arrival_s[line.transfer_tensor, line.transfer_destination] = line.transfer_end_s
+    by_start = np.lexsort((line.end_s, line.start_s))
+    run = kernels.Execution(by_start, line.device_of_op, line.start_s, line.end_s, arrival_s)
+    kernels.chain_savings(run, op_arrays(problem), np.argsort(line.busy_s, kind="stable"), saved, touched)
+    # Moves off overflowing devices are worth the penalty that they take away.
+    over = line.peak_memory_bytes - problem.capacity_bytes
+    crowded, roomy = np.flatnonzero(over[devices] > 0), np.argsort(over, kind="stable")[:2]
+    excess, capacity = over[devices[crowded]], problem.capacity_bytes[devices[crowded]]
+    penalty_s = 3.0 * line.step_time_s * np.minimum(graph.footprint_bytes[crowded], excess) / capacity
+    saved[crowded[:, None], roomy] += penalty_s[:, None]
+    touched[crowded[:, None], roomy] = True
+    touched &= problem.group_allowed
+    touched[np.arange(problem.num_groups), devices] = False
+    groups, targets = np.nonzero(touched)
+    if len(groups) == 0:
+        return []
+    rows = kernels.all_communication(devices, traffic(problem))
+    here = devices[groups]
+    added = rows[groups, targets] - rows[groups, here] + graph.time_s[groups, targets] - graph.time_s[groups, here]
+    worth = saved[groups, targets] - added
+    # Runs are priced for the best single moves only: a run is never far better than its first group.
+    kept = np.argsort(-worth, kind="stable")[: 2 * limit]
+    groups, targets, worth = groups[kept], targets[kept], worth[kept]
+    order = graph.depth_first_order
+    low, high, cost_s = kernels.run_costs(groups, targets, order, devices, graph.time_s, traffic(problem))
+    runs = np.flatnonzero(low <= high)
+    gains = np.concatenate([worth, saved[groups[runs], targets[runs]] - cost_s[runs]])
+    least = np.sort(-gains)[:limit][-1:]  # moves are only built for rows that can be among the first
+    ranked: list[tuple[float, Move]] = []
+    for index in np.flatnonzero(-gains <= least).tolist():
+        row = index if index < len(kept) else runs[index - len(kept)]
+        target, members = int(targets[row]), [int(groups[row])]
+        if index >= len(kept):
+            members = [group for group in order[low[row] : high[row] + 1].tolist() if problem.group_allowed[group, target]]
+            if members[0] != groups[row]:
+                members.reverse()
+        ranked.append((float(gains[index]), [(member, target) for member in members]))
+    ranked.sort(key=lambda item: (-item[0], item[1]))
+    return ranked[:limit]

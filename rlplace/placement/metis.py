@@ -25,17 +25,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.placement.common.evaluate import Assignment
-from rlplace.placement.common.floor import device_subsets, map_parts
+from rlplace.placement.common.floor import device_subsets, map_parts, one_shot_planner
 from rlplace.placement.common.groupgraph import group_graph, mean_link
 from rlplace.problem import Problem
+from rlplace.problem.contract import merged_edges
 from rlplace.problem.order import grouped
 
 IMBALANCES = (50, 300)
 """Allowed overweight of a part in thousandths; METIS's own default of 1 to 30 leaves it no freedom on few, unlike groups."""
 
 
-def candidates(problem: Problem, seed: int) -> Iterator[Assignment]:
-    """Partitions for every number of parts, vertex weight and imbalance."""
+@one_shot_planner("metis")
+def metis(problem: Problem, seed: int) -> Iterator[Assignment]:
+    """Yields partitions for every number of parts, vertex weight and imbalance; see the module docstring."""
     graph = group_graph(problem)
     time = graph.mean_time_s / max(float(graph.mean_time_s.sum()), 1e-30)
     size = graph.footprint_bytes / max(float(graph.footprint_bytes.sum()), 1.0)
@@ -85,10 +87,8 @@ def metis_partition(
     graph = group_graph(problem)
     seconds = graph.edge_s(*mean_link(problem))
     # Both directions of a pair are one undirected edge: add up, then list it at both ends.
-    low, high = np.minimum(graph.source, graph.target).astype(np.int64), np.maximum(graph.source, graph.target)
-    key, inverse = np.unique(low * problem.num_groups + high, return_inverse=True)
-    total = np.bincount(inverse, weights=seconds, minlength=len(key))
-    low, high = key // problem.num_groups, key % problem.num_groups
+    ends = np.minimum(graph.source, graph.target), np.maximum(graph.source, graph.target)
+    low, high, total = merged_edges(*ends, problem.num_groups, seconds)
     rows, columns = np.concatenate([low, high]), np.concatenate([high, low])
     xadj, order = grouped(rows, np.arange(len(rows)), problem.num_groups)
     options = pymetis.Options(seed=int(seed % (1 << 31)), ufactor=int(imbalance))

@@ -1,19 +1,13 @@
-"""Budget, start and best answer so far of the search planners.
+"""The floor, and what search planners share: budget, start, best answer so far, and random changes of an assignment.
 
-Random changes of an assignment, shared by the search planners.
-
-Kinds, with their share of the draws:
+Kinds of changes, with their share of the draws:
     neighbor 32 %  one group joins the device of a group it exchanges tensors with
     single   18 %  one group goes to a random device
     swap     12 %  two groups on different devices change places
     segment  28 %  consecutive groups of the depth-first order go to one device, mostly that of the group before or after them
     cluster  10 %  a group and some of its neighbors on the same device move together
 
-The floor: all one-shot planners with the shared memory repair, no search; the best plan wins.
-
-Every other planner is compared with this. Each one-shot planner yields a few candidates (numbers of devices,
-orders, weights); see their modules. The result is the minimum over what each of them would return by itself, so `best` is never
-worse than any of them. Without a time limit it is deterministic and does not depend on the seed.
+The floor, `best`: all one-shot planners with the shared memory repair, no search. Every other planner is compared with it.
 """
 
 from __future__ import annotations
@@ -21,9 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from importlib import import_module
-from types import ModuleType
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -31,14 +23,14 @@ from numpy.typing import NDArray
 
 from rlplace.budget import Budget
 from rlplace.errors import InputError, whole_number
-from rlplace.placement import ONE_SHOT, PLANNERS
+from rlplace.placement import ONE_SHOT, get_planner
 from rlplace.placement.common.evaluate import Assignment, PlanEvaluator, Score, ScoredAssignment, uncounted
-from rlplace.placement.common.floor import REPAIRS, best_of, finish, with_options
+from rlplace.placement.common.floor import best_of, described, finish
 from rlplace.placement.common.groupgraph import group_graph
 from rlplace.placement.common.movekernels import CLUSTER, Tables, draw
 from rlplace.placement.common.repair import legalize
 from rlplace.placement.common.shortage import check_possible
-from rlplace.placement.published.compiler.partition import warm_up as warm_up_partitions
+from rlplace.placement.published.compiler import warm_up as warm_up_partitions
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
@@ -46,7 +38,10 @@ from rlplace.simulator.records import check_devices
 
 
 def best(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None) -> PlacementPlan:
-    """Returns the best plan of all one-shot planners; see the module docstring."""
+    """Returns the best plan of all one-shot planners, each of which yields a few candidates (devices, orders, weights).
+
+    It is never worse than any of them. Without a time limit it is deterministic and does not depend on the seed.
+    """
     check_possible(problem)
     warm_up()
     answer = best_answer(PlanEvaluator(problem, Budget(seconds=time_limit_s)))
@@ -81,10 +76,9 @@ def floor_answers(evaluator: PlanEvaluator) -> Iterator[tuple[str, ScoredAssignm
     for name in ONE_SHOT:
         if name == "compiler" and known_s < math.inf and budget.left_s() < 0.5 * whole_s:
             return  # its first partition takes up to as long as all others together
-        module = import_module(PLANNERS[name].split(":")[0])
-        repairs = getattr(module, "REPAIRS", REPAIRS)
+        planner: Any = get_planner(name)
         slower_s = known_s if budget.left_s() < 0.75 * whole_s else math.inf
-        answer = best_of(evaluator, module.candidates(problem, 0), repairs=repairs, known_s=slower_s)
+        answer = best_of(evaluator, planner.candidates(problem, 0), repairs=planner.repairs, known_s=slower_s)
         if answer is not None:
             yield name, answer
             known_s = min(known_s, answer.score.step_time_s) if answer.score.feasible else known_s
@@ -96,8 +90,12 @@ FLOOR_SHARE = 0.4
 """Of a time limit, the share after which one-shot planners that have not begun are left out: a search gains more by then."""
 
 
+Move = list[tuple[int, int]]
+"""Groups and the devices that they go to."""
+
+
 class MoveMaker:
-    """Draws random moves for one problem; a move is a list of (group, device).
+    """Draws random moves for one problem.
 
     Attributes:
         tables: Tables from which moves are drawn.
@@ -127,10 +125,10 @@ class MoveMaker:
 
     @property
     def movable(self) -> bool:
-        """Whether any group may sit on more than one device."""
+        """True where some group may sit on more than one device."""
         return len(self.tables.movable) > 0
 
-    def draw(self, devices: Assignment) -> list[tuple[int, int]]:
+    def draw(self, devices: Assignment) -> Move:
         """Returns a move that changes `devices` int32 [G]; empty when the draw gave none."""
         count = draw(*self._arguments, devices, self.groups, self.targets)
         return list(zip(self.groups[:count].tolist(), self.targets[:count].tolist(), strict=True))
@@ -191,7 +189,7 @@ class PlacementSearch:
         self.score = self.best_score = answer.score
         self.best_devices: Assignment = answer.devices
 
-    def evaluate(self, move: list[tuple[int, int]]) -> Score:
+    def evaluate(self, move: Move) -> Score:
         """Scores the current assignment with a move applied; keeps only a new best answer."""
         before = self.assignment.copy()
         for group, device in move:
@@ -202,7 +200,7 @@ class PlacementSearch:
         self.assignment[:] = before
         return score
 
-    def accept(self, move: list[tuple[int, int]], score: Score) -> None:
+    def accept(self, move: Move, score: Score) -> None:
         """Applies a move that was evaluated."""
         for group, device in move:
             self.assignment[group] = device
@@ -213,7 +211,7 @@ class PlacementSearch:
         self.score, self.best_devices, self.best_score = score, best_devices, best_score
 
     def restart(self) -> None:
-        """Goes back to the best assignment."""
+        """Takes the best assignment as the current one."""
         self.assignment[:] = self.best_devices
         self.score = self.best_score
 
@@ -222,14 +220,22 @@ class PlacementSearch:
         return ScoredAssignment(self.best_devices, self.best_score, np.zeros(0, dtype=np.int64))
 
 
-def search_planner(name: str, module: ModuleType) -> Callable[..., PlacementPlan]:
-    """Returns the planner of a module that defines `SETTINGS`, a dataclass of its options, and `spend`, which spends a search's
-    budget.
+class SearchPlanner:
+    """A planner that spends a search's budget; called like any planner, with `calls`, `start` and its settings as options.
 
     It raises InfeasibleError where neither the floor nor the search found a plan that fits.
+
+    Attributes:
+        spend: Spends the budget of a search, from a seed and the settings.
+        settings: The dataclass of its settings.
     """
 
-    def planner(
+    def __init__(self, spend: Spend, settings: type[Any], doc: str | None, ready: Callable[[], None]) -> None:
+        self.spend, self.settings, self.ready = spend, settings, ready
+        described(self, spend.__name__, doc, list(inspect.signature(settings).parameters.values()))
+
+    def __call__(
+        self,
         problem: Problem,
         *,
         seed: int = 0,
@@ -238,11 +244,24 @@ def search_planner(name: str, module: ModuleType) -> Callable[..., PlacementPlan
         start: Start = None,
         **options: Any,
     ) -> PlacementPlan:
-        settings = module.SETTINGS(**options)
-        getattr(module, "warm_up", warm_up)()
-        search = PlacementSearch(problem, name, start, calls=calls, time_limit_s=time_limit_s)
-        module.spend(search, seed, settings)
-        return finish(problem, search.answer(), planner=name, seed=seed)
+        settings = self.settings(**options)
+        self.ready()
+        search = PlacementSearch(problem, self.__name__, start, calls=calls, time_limit_s=time_limit_s)
+        self.spend(search, seed, settings)
+        return finish(problem, search.answer(), planner=self.__name__, seed=seed)
 
-    planner.__name__, planner.__doc__ = name, module.__doc__
-    return with_options(planner, list(inspect.signature(module.SETTINGS).parameters.values()))
+
+Spend = Callable[[PlacementSearch, int, Any], None]
+
+
+def search_planner(
+    settings: type[Any], *, doc: str | None = None, ready: Callable[[], None] = warm_up
+) -> Callable[[Spend], SearchPlanner]:
+    """Decorates a function that spends the budget of a search, named as the planner that it becomes.
+
+    Args:
+        settings: Dataclass of its options.
+        doc: Docstring of the planner.
+        ready: Compiles what it runs, so that time limits do not pay for it.
+    """
+    return partial(SearchPlanner, settings=settings, doc=doc, ready=ready)

@@ -10,14 +10,11 @@ from numba.core.dispatcher import Dispatcher
 
 from rlplace.agents import compile_ahead, guided, search
 from rlplace.envs.guide import analysis, draw, features
-from rlplace.placement import balanced, get_planner
-from rlplace.placement.annealing import kernels as annealing
-from rlplace.placement.common import earliestkernel, kernels, listkernels, movekernels
+from rlplace.placement import annealing, balanced, get_planner
+from rlplace.placement.common import kernels, listkernels, movekernels
 from rlplace.placement.published.bipartition import solve as bipartition
-from rlplace.placement.published.compiler import fm, seeds
-from rlplace.placement.published.compiler import seeds as coarsen
-from rlplace.placement.published.pardnn import kernels as pardnn
-from rlplace.placement.published.pardnn import sweep_kernel
+from rlplace.placement.published.compiler import fm, nets, seeds
+from rlplace.placement.published.pardnn import mapping, slicing, sweep_kernel
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.problem.generate import random_problem as toy_problem
@@ -97,11 +94,11 @@ KERNELS = {
         balanced,
         annealing,
         bipartition,
-        coarsen,
         fm,
+        mapping,
+        nets,
         seeds,
-        earliestkernel,
-        pardnn,
+        slicing,
         sweep_kernel,
         analysis,
         draw,

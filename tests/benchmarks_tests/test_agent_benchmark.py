@@ -26,7 +26,7 @@ from rlplace.errors import InfeasibleError, InputError
 from rlplace.placement import get_planner
 from rlplace.placement.common import groupgraph
 from rlplace.placement.common.evaluate import count_calls
-from rlplace.placement.random_plans import candidates
+from rlplace.placement.simple import random_plans
 from rlplace.plan import make_plan
 from rlplace.plan.prediction import Prediction
 from rlplace.simulator import Simulator, lowering, simulate
@@ -59,9 +59,9 @@ def test_the_race_is_annealing_from_the_one_start_that_is_left_by_short_runs_fro
     run = race.run
 
     def watched(search: Any, start: Any, *rest: Any) -> Any:
-        before = search.used()
+        before = search.budget.used
         found = run(search, start, *rest)
-        began.append((start.devices.tobytes(), found, search.used() - before))
+        began.append((start.devices.tobytes(), found, search.budget.used - before))
         return found
 
     monkeypatch.setattr(race, "run", watched)
@@ -112,7 +112,7 @@ def test_iterated_local_search_kicks_the_best_plan_and_harder_each_time_in_vain(
 def test_random_search_is_the_best_of_the_start_and_so_many_samples() -> None:
     worst = np.zeros(CASE.problem.num_groups, dtype=np.int32)
     simulator = Simulator(CASE.problem)
-    steps = [simulator.evaluate(plan)[0] for plan in (worst, *candidates(CASE.problem, 5, samples=40))]
+    steps = [simulator.evaluate(plan)[0] for plan in (worst, *random_plans.candidates(CASE.problem, 5, samples=40))]
     with count_calls() as counter:
         plan = methods.random_search(CASE.problem, seed=5, start=worst, calls=40)
     assert plan.predicted.step_time_s == min(steps) and counter.calls == 41

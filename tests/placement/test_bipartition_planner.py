@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from rlplace.cost.contract import split_backward
 from rlplace.errors import InputError
 from rlplace.placement import NEEDS_SPLIT
-from rlplace.placement.published.bipartition.bipartition import bipartition
+from rlplace.placement.published.bipartition import bipartition
 from rlplace.placement.published.bipartition.layers import is_split, layer_numbers, layer_orders, make_layers, make_pipeline
-from rlplace.placement.published.bipartition.solve import Workers, bi_partition, kernel_arrays, price_cuts
+from rlplace.placement.published.bipartition.solve import Workers, bi_partition, pass_costs, price_cuts
 from rlplace.plan import PlacementPlan
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
@@ -59,7 +59,7 @@ def test_layers_of_a_split_chain_are_those_of_the_profile():
     # Two layers read the output of node32, and each sends a gradient back.
     np.testing.assert_array_equal(layers.chain.gradient_bytes[:30], chain.activation_bytes[:30])
     np.testing.assert_array_equal(layers.chain.weight_bytes, chain.weight_bytes)
-    cuts = price_cuts((0, 3, 6, 13, 40), (0, 3, 7, 14, 40), kernel_arrays(chain, make_pipeline(split, [0, 1, 2, 3])))
+    cuts = price_cuts((0, 3, 6, 13, 40), (0, 3, 7, 14, 40), pass_costs(chain, make_pipeline(split, [0, 1, 2, 3])))
     devices = layers.assign(split, cuts)
     layer_named = {name: i for i, name in enumerate(chain.names)}
     for group, name in enumerate(split.group_names):
@@ -171,7 +171,7 @@ def test_equals_brute_force_with_traffic_and_memory(data):
         assert optimum == np.inf
         return
     assert cuts.bottleneck_s == pytest.approx(optimum, rel=1e-12)
-    named = price_cuts(cuts.forward, cuts.backward, kernel_arrays(chain, workers))
+    named = price_cuts(cuts.forward, cuts.backward, pass_costs(chain, workers))
     assert named.bottleneck_s == pytest.approx(
         max(plain_cost(chain, workers, i, cuts.forward[i : i + 2], cuts.backward[i : i + 2]) for i in range(count))
     )

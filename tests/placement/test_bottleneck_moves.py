@@ -5,8 +5,8 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from rlplace.placement.common.bottleneck import ranked_moves
 from rlplace.placement.common.groupgraph import finite_links, group_graph
+from rlplace.placement.local_search import ranked_moves
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 

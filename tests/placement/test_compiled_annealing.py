@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from rlplace import budget
+from rlplace.placement import annealing as annealing_file
 from rlplace.placement import run_planner
-from rlplace.placement.annealing import annealing as annealing_file
-from rlplace.placement.annealing.annealing import COOLING, RETURNS, AnnealingSettings, spend
+from rlplace.placement.annealing import COOLING, RETURNS, AnnealingSettings, annealing
 from rlplace.placement.common import movekernels
 from rlplace.placement.common.evaluate import PlanEvaluator, count_calls
 from rlplace.placement.common.repair import legalize
@@ -58,7 +58,7 @@ def test_the_compiled_loop_is_the_python_loop(setting):
     for compiled in (True, False):
         search = PlacementSearch(problem, "annealing", start, calls=200, time_limit_s=None)
         if compiled:
-            spend(search, 5, AnnealingSettings(0.05))
+            annealing.spend(search, 5, AnnealingSettings(0.05))
         else:
             anneal_in_python(search, MoveMaker(problem, 5), 200, 0.05, 200 // RETURNS)
         assert search.budget.used == 200
@@ -119,7 +119,7 @@ def test_with_a_time_limit_the_temperature_follows_the_calls_that_the_rate_promi
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1e-3 * counter.calls))
         for calls, expected in ((None, 2_000), (500, 500), (9_000, 2_000)):
             search = PlacementSearch(problem, "annealing", [0] * 40, calls=calls, time_limit_s=2.0)
-            spend(search, 0, AnnealingSettings())
+            annealing.spend(search, 0, AnnealingSettings())
             assert promised[0] == 0.0
             assert promised[1:] == pytest.approx([expected] * (len(promised) - 1), rel=2e-3)
             assert search.budget.used == pytest.approx(expected, abs=11)
@@ -138,7 +138,7 @@ def test_returns_keep_a_hot_search_near_its_best_assignment():
     at_end = []
     for returns in (0, 10):
         search = PlacementSearch(problem, "annealing", [0] * 24, calls=1000, time_limit_s=None)
-        spend(search, 5, AnnealingSettings(10.0, 1.0, returns))
+        annealing.spend(search, 5, AnnealingSettings(10.0, 1.0, returns))
         at_end.append(search.score.step_time_s / search.best_score.step_time_s)
     assert at_end[0] > 1.05
     assert at_end[1] == 1.0

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rlplace.errors import InputError
+from rlplace.placement.published.compiler import partition
 from rlplace.placement.published.compiler.nets import problem_nets
-from rlplace.placement.published.compiler.partition import partition
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 

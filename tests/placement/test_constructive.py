@@ -5,16 +5,15 @@ import itertools
 import numpy as np
 import pytest
 
-from rlplace.placement import critical_path, get_planner, m_topo
-from rlplace.placement.balanced import _cheapest_cuts, _cut_seconds, _segments, min_max_split
+from rlplace.placement import get_planner
+from rlplace.placement.balanced import cheapest_cuts, cut_seconds, min_max_split, segments_of
 from rlplace.placement.common import bounds
 from rlplace.placement.common.floor import device_order, device_subsets, map_parts
 from rlplace.placement.common.groupgraph import group_graph
 from rlplace.placement.common.oparrays import by_rank, upward_rank
-from rlplace.placement.critical_path import critical_ops
-from rlplace.placement.heft import schedule
-from rlplace.placement.m_etf import earliest_schedule
+from rlplace.placement.list_scheduling import critical_ops, critical_path, earliest_finish, earliest_start
 from rlplace.placement.metis import metis_partition
+from rlplace.placement.simple import m_topo
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
@@ -40,7 +39,7 @@ def test_heft_reproduces_its_papers_example():
     rank = upward_rank(problem, communication=True)
     expected = [108.0, 77.0, 80.0, 80.0, 69.0, 63.333, 42.667, 35.667, 44.333, 14.667]
     np.testing.assert_allclose(rank, expected, atol=5e-4)
-    result = schedule(problem, by_rank(problem, rank), range(3), contention=False)
+    result = earliest_finish(problem, by_rank(problem, rank), range(3), contention=False)
     assert result.finish.max() == 80.0
     # Figure 3a of the paper, processors P1 to P3 as 0 to 2.
     assert result.devices.tolist() == [2, 0, 2, 1, 2, 1, 2, 0, 1, 1]
@@ -50,7 +49,9 @@ def test_heft_own_schedule_is_valid():
     """No two ops overlap on a device, and no op starts before its inputs can be there."""
     problem = random_problem(4, 40, 3, shape="branchy")
     for contention in (False, True):
-        result = schedule(problem, by_rank(problem, upward_rank(problem, communication=True)), range(3), contention=contention)
+        result = earliest_finish(
+            problem, by_rank(problem, upward_rank(problem, communication=True)), range(3), contention=contention
+        )
         device = result.devices[problem.op_group]
         for d in range(3):
             ops = np.flatnonzero((device == d) & (result.finish > result.start))
@@ -68,7 +69,7 @@ def test_m_etf_by_hand():
     """c (3 s, longest) starts first on device 0, a on device 1; b waits for a there rather than 5 s for a transfer."""
     problem = build_problem("etf", time_s=[[1.0, 1.0], [1.0, 1.0], [3.0, 3.0]], tensors=[TensorSpec(0, 5, [1])],
                             memory_bytes=[None, None])  # fmt: skip
-    _, devices, _, start, finish, *_ = earliest_schedule(problem, [0, 1])
+    _, devices, _, start, finish, *_ = earliest_start(problem, [0, 1])
     assert devices.tolist() == [1, 1, 0]
     assert start.tolist() == [0.0, 1.0, 0.0] and finish.tolist() == [1.0, 2.0, 3.0]
 
@@ -76,7 +77,7 @@ def test_m_etf_by_hand():
 def test_m_etf_respects_memory():
     """Device 0 has room for one group of 6, so the other two queue on device 1 although it is busy until 2 s."""
     problem = build_problem("etf", time_s=[[2.0, 2.0]] * 3, tensors=[], memory_bytes=[6, 12], resident_bytes=[6, 6, 6])
-    _, devices, _, start, *_ = earliest_schedule(problem, [0, 1])
+    _, devices, _, start, *_ = earliest_start(problem, [0, 1])
     assert devices.tolist() == [0, 1, 1]
     assert start.tolist() == [0.0, 0.0, 2.0]
 
@@ -126,8 +127,9 @@ def test_balanced_split_with_many_unlike_devices_keeps_its_order():
 def test_cheapest_cuts_equal_brute_force(seed):
     problem = random_problem(seed, 9, 3, shape="chain", memory_factor=1.7, comm_ratio=2.0, unlike=seed % 2 == 0)
     order, row = group_graph(problem).order, [2, 0, 1]
-    prefix, barrier, size, limits = _segments(problem, order, row, problem.resident_bytes)
-    cut_s = _cut_seconds(problem, order, row)
+    segments = segments_of(problem, order, row, problem.resident_bytes)
+    prefix, _, size, limits = segments
+    cut_s = cut_seconds(problem, order, row)
     bound = 0.8 * problem.group_time_s.max(axis=1).sum()
 
     def cost(cuts):
@@ -144,10 +146,10 @@ def test_cheapest_cuts_equal_brute_force(seed):
         return total if last == 9 else np.inf
 
     expected = min(cost([0, a, b, 9]) for a in range(10) for b in range(a, 10))
-    cuts = _cheapest_cuts(prefix, barrier, size, limits, cut_s, bound)
-    assert cuts[0] == 0 if np.isfinite(expected) else cuts[0] == -1
-    if np.isfinite(expected):
-        assert cost(cuts.tolist()) == pytest.approx(expected, rel=1e-12)
+    cuts = cheapest_cuts(segments, cut_s, bound)
+    assert (cuts is not None) == np.isfinite(expected)
+    if cuts is not None:
+        assert cost(cuts) == pytest.approx(expected, rel=1e-12)
 
 
 def test_single_takes_the_fastest_device_that_fits():

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from rlplace.placement import get_planner
+from rlplace.placement.published.pardnn import place_clusters
+from rlplace.placement.published.pardnn.mapping import map_clusters, spans
 from rlplace.placement.published.pardnn.memory import balance_residents, limits, peak_bytes, reduce_peaks
 from rlplace.placement.published.pardnn.nodegraph import folded_graph, op_graph
-from rlplace.placement.published.pardnn.pardnn import place_clusters
-from rlplace.placement.published.pardnn.slicing import bind_groups, cut_long_primary, map_clusters, slice_graph, spans
+from rlplace.placement.published.pardnn.slicing import bind_groups, cut_long_primary, slice_graph
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate

@@ -156,7 +156,7 @@ def test_the_order_of_plans():
 
 
 def test_compiled_loops_use_the_same_function():
-    from rlplace.placement.annealing.kernels import _objective_s
+    from rlplace.placement.annealing import _objective_s
 
     @entry
     def compiled(step_s, overflow):

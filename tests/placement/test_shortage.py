@@ -9,7 +9,7 @@ import pytest
 from rlplace.errors import InfeasibleError
 from rlplace.placement import get_planner
 from rlplace.placement.common.bounds import device_time_s, largest, largest_bound, least_devices, lower_bounds, memory_forced
-from rlplace.placement.common.floor import one_shot
+from rlplace.placement.common.floor import REPAIRS, OneShotPlanner
 from rlplace.placement.common.shortage import check_possible
 from rlplace.problem import BACKWARD, FORWARD, problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
@@ -154,7 +154,7 @@ def test_a_planner_without_candidates_does_not_blame_the_time_limit():
     tensors = [TensorSpec(i, 8, [i + 1]) for i in range(3)]
     problem = build_problem("zigzag", time_s=times, tensors=tensors, memory_bytes=[1000, 1000])
     with pytest.raises(InfeasibleError, match="none that it can build respects null times"):
-        one_shot(problem, "none", lambda problem, seed: iter(()), seed=0, time_limit_s=None)
+        OneShotPlanner(lambda problem, seed: iter(()), "none", REPAIRS)(problem)
     assert get_planner("best")(problem).predicted.feasible
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlplace.placement.published.bipartition.bipartition import block_partition, straight_pipelines
+from rlplace.placement.published.bipartition import block_partition, straight_pipelines
 from rlplace.problem.build import TensorSpec, build_problem
 
 

@@ -32,8 +32,8 @@ from rlplace.model.zoo.load import load_model
 from rlplace.placement import get_planner, run_planner
 from rlplace.placement.common.groupgraph import group_graph, mean_link
 from rlplace.placement.metis import metis_partition
+from rlplace.placement.published.compiler import partition
 from rlplace.placement.published.compiler.nets import problem_nets
-from rlplace.placement.published.compiler.partition import partition
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import default_priority, simulate
 

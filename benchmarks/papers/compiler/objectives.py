@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from rlplace.placement.common.evaluate import Assignment
 from rlplace.placement.common.groupgraph import group_graph
+from rlplace.placement.published.compiler import LARGE_GROUPS, Partitioner, balances, family
 from rlplace.placement.published.compiler.nets import Nets
-from rlplace.placement.published.compiler.partition import LARGE_GROUPS, Partitioner, balances, family
 from rlplace.problem import Problem
 
 OBJECTIVES = ("combined", "cut", "balance")

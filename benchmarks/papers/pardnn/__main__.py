@@ -14,9 +14,9 @@ from benchmarks.papers.pardnn.fifo import FifoStep, fifo
 from benchmarks.papers.pardnn.study import Steps
 from rlplace.placement import run_planner
 from rlplace.placement.common.evaluate import Assignment
+from rlplace.placement.published.pardnn import place_clusters
 from rlplace.placement.published.pardnn.memory import limits, peak_bytes, reduce_peaks
 from rlplace.placement.published.pardnn.nodegraph import op_graph
-from rlplace.placement.published.pardnn.pardnn import place_clusters
 from rlplace.placement.published.pardnn.slicing import slice_graph
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem

@@ -13,20 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlplace.placement.common.evaluate import Assignment
+from rlplace.placement.published.pardnn.mapping import group_devices
 from rlplace.placement.published.pardnn.nodegraph import NodeGraph
-from rlplace.placement.published.pardnn.pardnn import group_devices
-from rlplace.placement.published.pardnn.slicing import Clusters, finish_clusters, slice_graph
+from rlplace.placement.published.pardnn.slicing import Clusters, finish_clusters, heaviest_paths, slice_graph
 from rlplace.problem import Problem
 
 
 def linear_clustering(problem: Problem, graph: NodeGraph) -> Assignment:
     """int32 [G], devices of the problem."""
-    from rlplace.placement.published.pardnn import kernels
-
     cluster = np.full(graph.num_nodes, -1, dtype=np.int32)
     barred = np.zeros(graph.num_nodes, dtype=bool)
-    bottom = np.zeros(graph.num_nodes)
-    number = kernels.heaviest_paths(graph.order, graph.weight_s, *graph.out, barred, graph.num_nodes, cluster, bottom)
+    number = heaviest_paths(graph.order, graph.weight_s, graph.out, barred, graph.num_nodes, cluster)
     return _least_loaded(problem, graph, finish_clusters(graph, cluster, 0, int(number)), 0)
 
 
@@ -54,11 +51,9 @@ class GraphMeasures:
 
 def measures(graph: NodeGraph) -> GraphMeasures:
     """DoP and CCR of a graph."""
-    from rlplace.placement.published.pardnn import kernels
-
     work, cluster = float(graph.weight_s.sum()), np.full(graph.num_nodes, -1, dtype=np.int32)
-    barred, bottom = np.zeros(graph.num_nodes, dtype=bool), np.zeros(graph.num_nodes)
-    kernels.heaviest_paths(graph.order, graph.weight_s, *graph.out, barred, 1, cluster, bottom)
+    barred = np.zeros(graph.num_nodes, dtype=bool)
+    heaviest_paths(graph.order, graph.weight_s, graph.out, barred, 1, cluster)
     path = float(graph.weight_s[cluster == 0].sum())
     return GraphMeasures(work / path if path else 1.0, float(graph.cost_s.sum()) / work if work else 0.0)
 

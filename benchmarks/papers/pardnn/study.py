@@ -30,8 +30,8 @@ from rlplace.errors import InfeasibleError
 from rlplace.model.graph.opgraph import OpGraph
 from rlplace.model.graph.rescale import rescale
 from rlplace.placement import run_planner
+from rlplace.placement.published.pardnn import place_clusters
 from rlplace.placement.published.pardnn.nodegraph import op_graph
-from rlplace.placement.published.pardnn.pardnn import place_clusters
 from rlplace.placement.published.pardnn.slicing import slice_graph
 from rlplace.problem import Problem
 from rlplace.simulator import simulate

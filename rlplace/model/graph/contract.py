@@ -24,15 +24,15 @@ class ContractionGraph:
     Nodes keep their numbers; a contracted set is known by the number that `find` returns for its members.
 
     Attributes:
-        successors: Per live node the live successors with the bytes that go there.
-        predecessors: The same the other way round.
+        successors: Per live node the live successors with the weights of the edges, such as bytes.
+        predecessors: Per live node the live predecessors, likewise.
     """
 
-    def __init__(self, count: int, source: Sequence[int], target: Sequence[int], size_bytes: Sequence[int]) -> None:
-        self.successors: list[dict[int, int]] = [{} for _ in range(count)]
-        self.predecessors: list[dict[int, int]] = [{} for _ in range(count)]
+    def __init__(self, count: int, source: Sequence[int], target: Sequence[int], weight: Sequence[float]) -> None:
+        self.successors: list[dict[int, float]] = [{} for _ in range(count)]
+        self.predecessors: list[dict[int, float]] = [{} for _ in range(count)]
         self._sets = UnionFind()
-        for a, b, size in zip(source, target, size_bytes, strict=True):
+        for a, b, size in zip(source, target, weight, strict=True):
             self.successors[a][b] = size
             self.predecessors[b][a] = size
 
@@ -59,6 +59,10 @@ class ContractionGraph:
             The representative and the edges that this may have made contractible.
         """
         keep, gone = (a, b) if self._degree(a) >= self._degree(b) else (b, a)
+        return keep, self.join(keep, gone)
+
+    def join(self, keep: int, gone: int) -> list[tuple[int, int]]:
+        """Merges a live node into another; returns the edges that this may have made contractible."""
         self._sets.union(keep, gone)
         fresh: list[tuple[int, int]] = []
         for forward, backward in ((self.successors, self.predecessors), (self.predecessors, self.successors)):
@@ -76,13 +80,13 @@ class ContractionGraph:
             fresh.append((keep, next(iter(self.successors[keep]))))
         if len(self.predecessors[keep]) == 1:
             fresh.append((next(iter(self.predecessors[keep])), keep))
-        return keep, fresh
+        return fresh
 
     def _degree(self, node: int) -> int:
         return len(self.successors[node]) + len(self.predecessors[node])
 
     def twins(self) -> list[list[int]]:
-        """Sets of live nodes with equal predecessors and equal successors, smallest number first."""
+        """Returns sets of live nodes with equal predecessors and equal successors, smallest number first."""
         by_neighbours: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
         for node in self.live():
             if 0 < self._degree(node) <= TWIN_DEGREE:
@@ -96,12 +100,16 @@ class ContractionGraph:
         order, _ = topological_order(edges[:, 0], edges[:, 1], len(self.successors), depth_first=True)
         return [node for node in order if self.find(node) == node]
 
-    def joined_by_path(self, a: int, b: int, budget: int) -> tuple[bool, int]:
-        """Returns whether a path other than the direct edge leads from a to b; true as well when `budget` visits do not settle
-        it.
+    def levels(self) -> dict[int, int]:
+        """Returns the number of edges on the longest path to each live node."""
+        level: dict[int, int] = {}
+        for node in self.depth_first_order():
+            level[node] = max((level[before] + 1 for before in self.predecessors[node]), default=0)
+        return level
 
-        Returns:
-            The answer and the visits it took.
+    def joined_by_path(self, a: int, b: int, budget: int) -> tuple[bool, int]:
+        """Returns whether a path besides the direct edge leads from a to b, and the visits that this took; true as well where
+        `budget` visits do not settle it.
         """
         seen = {a}
         stack = [node for node in self.successors[a] if node != b]
@@ -134,7 +142,7 @@ class ContractionGraph:
         Returns:
             Whether `merged` stopped the contraction.
         """
-        heap: list[tuple[int, int, int, int]] = []
+        heap: list[tuple[int, float, int, int]] = []
 
         def push(a: int, b: int) -> None:
             size = self.successors[a].get(b)

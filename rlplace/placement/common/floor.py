@@ -1,9 +1,7 @@
-"""Choosing among candidates: from the assignments of a heuristic to its plan.
+"""One-shot planners: devices to use, parts on devices, and the choice among candidates.
 
 A one-shot planner yields a few candidates. They are simulated, the most promising ones that do not fit are repaired, and the
 best feasible one becomes the plan. Nothing here searches.
-
-Choice and order of the devices to use, and assignment of parts to them.
 
 Leaving devices unused is often best when links are slow, so that every constructive planner builds one candidate per number of
 devices. Fast and well connected devices come first.
@@ -15,7 +13,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,10 +29,10 @@ from rlplace.problem import Problem
 from rlplace.simulator import simulate
 
 MAX_COUNTS = 12
-"""Device counts tried when there are more devices than this."""
+"""Device counts tried where there are more devices."""
 
 MAX_COUNTS_LARGE = 4
-"""The same for problems of more than `LARGE_OPS` ops, where every candidate takes a tenth of a second."""
+"""Device counts tried for problems of more than `LARGE_OPS` ops, where every candidate takes a tenth of a second."""
 
 LARGE_OPS = 30_000
 
@@ -74,13 +71,11 @@ def device_order(problem: Problem) -> list[int]:
 def device_subsets(problem: Problem, *, least: int = 1) -> list[list[int]]:
     """Returns prefixes of `device_order` by increasing length, at most `MAX_COUNTS` of them, the full set always included."""
     order = device_order(problem)
-    count = len(order)
     most = MAX_COUNTS if problem.num_ops <= LARGE_OPS else MAX_COUNTS_LARGE
-    if count <= most:
-        sizes = range(least, count + 1)
-        return [order[:size] for size in sizes]
-    spread = np.unique(np.round(np.geomspace(max(least, 1), count, most)).astype(int))
-    return [order[: int(size)] for size in spread]
+    sizes = list(range(least, len(order) + 1))
+    if len(order) > most:
+        sizes = np.unique(np.round(np.geomspace(max(least, 1), len(order), most)).astype(int)).tolist()
+    return [order[:size] for size in sizes]
 
 
 def map_parts(problem: Problem, part_of_group: NDArray[np.int32], devices: Sequence[int]) -> NDArray[np.int32]:
@@ -114,8 +109,6 @@ def map_parts(problem: Problem, part_of_group: NDArray[np.int32], devices: Seque
 
 REPAIRS = 3
 """Infeasible candidates that a planner repairs, most promising first."""
-
-Candidates = Callable[[Problem, int], Iterable[Assignment]]
 
 
 def best_of(
@@ -174,41 +167,33 @@ def finish(problem: Problem, answer: ScoredAssignment | None, *, planner: str, s
     return make_plan(problem, answer.devices, planner=planner, seed=seed, predicted=line.predicted(problem))
 
 
-def one_shot_planner(name: str, module: ModuleType) -> Callable[..., PlacementPlan]:
-    """Returns the planner of a module that defines `candidates`, and `REPAIRS` in place of the default.
+class OneShotPlanner:
+    """A planner that only builds candidates; called like any planner.
 
-    Options of `candidates` are options of the planner.
+    Attributes:
+        candidates: Yields assignments of a problem, from a seed and the planner's options.
+        repairs: Number of infeasible candidates that are repaired.
     """
-    repairs = getattr(module, "REPAIRS", REPAIRS)
 
-    def planner(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **options: Any) -> PlacementPlan:
-        build = partial(module.candidates, **options)
-        return one_shot(problem, name, build, seed=seed, time_limit_s=time_limit_s, repairs=repairs)
+    def __init__(self, candidates: Callable[..., Iterable[Assignment]], name: str, repairs: int) -> None:
+        self.candidates, self.repairs = candidates, repairs
+        described(self, name, candidates.__doc__, list(inspect.signature(candidates).parameters.values())[2:])
 
-    planner.__name__, planner.__doc__ = name, module.__doc__
-    return with_options(planner, list(inspect.signature(module.candidates).parameters.values())[2:])
+    def __call__(self, problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **options: Any) -> PlacementPlan:
+        check_possible(problem)
+        evaluator = PlanEvaluator(problem, Budget(seconds=time_limit_s))
+        answer = best_of(evaluator, self.candidates(problem, seed, **options), repairs=self.repairs)
+        return finish(problem, answer, planner=self.__name__, seed=seed)
 
 
-def with_options(planner: Callable[..., PlacementPlan], options: Sequence[inspect.Parameter]) -> Callable[..., PlacementPlan]:
-    """Returns a planner whose signature names its options instead of taking any."""
-    signature = inspect.signature(planner)
+def one_shot_planner(name: str, *, repairs: int = REPAIRS) -> Callable[[Callable[..., Iterable[Assignment]]], OneShotPlanner]:
+    """Decorates a function of a problem, a seed and options that yields assignments: it becomes a planner."""
+    return partial(OneShotPlanner, name=name, repairs=repairs)
+
+
+def described(planner: Any, name: str, doc: str | None, options: Sequence[inspect.Parameter]) -> None:
+    """Gives a callable object name and docstring of a planner, and a signature that names its options instead of taking any."""
+    signature = inspect.signature(type(planner).__call__)
+    _, *own, _ = signature.parameters.values()  # without self and the options
     named = [option.replace(kind=option.KEYWORD_ONLY) for option in options]
-    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    planner.__signature__ = signature.replace(parameters=[*own, *named])  # type: ignore[attr-defined]
-    return planner
-
-
-def one_shot(
-    problem: Problem,
-    planner: str,
-    candidates: Candidates,
-    *,
-    seed: int,
-    time_limit_s: float | None,
-    repairs: int = REPAIRS,
-) -> PlacementPlan:
-    """Runs a planner that only builds candidates."""
-    check_possible(problem)
-    evaluator = PlanEvaluator(problem, Budget(seconds=time_limit_s))
-    answer = best_of(evaluator, candidates(problem, seed), repairs=repairs)
-    return finish(problem, answer, planner=planner, seed=seed)
+    planner.__name__, planner.__doc__, planner.__signature__ = name, doc, signature.replace(parameters=[*own, *named])

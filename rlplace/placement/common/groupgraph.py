@@ -9,12 +9,14 @@ Axes: D devices, G groups, M merged edges between two different groups.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.memoized import memoized
 from rlplace.problem import BACKWARD, FORWARD, Problem
+from rlplace.problem.contract import crossing, merged_edges
 from rlplace.problem.order import grouped, topological_order
 
 
@@ -59,8 +61,8 @@ class GroupGraph:
         return self.edge_count * latency_s + self.edge_bytes * inverse_bandwidth + self.edge_fixed_s
 
     def crossing_s(self, order: NDArray[np.int32], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns float64 [G + 1], sum of `seconds` [M] of all edges over a cut before each group of an order, and at
-        its end.
+        """Returns float64 [G + 1], the sum of `seconds` [M] over the edges that cross a cut before each group of an order, and
+        after the last.
         """
         position = np.argsort(order)
         at, to = position[self.source], position[self.target]
@@ -70,10 +72,8 @@ class GroupGraph:
 
 
 def finite_links(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Latency and seconds per byte with a missing link priced at 1000 times the worst one, for estimates that must stay finite.
-
-    Returns:
-        float64 [D, D] latency in seconds and float64 [D, D] seconds per byte, both 0 on the diagonal.
+    """Returns latency in seconds and seconds per byte, float64 [D, D] each and 0 on the diagonal; a missing link has 1000 times
+    the worst one, for estimates that must stay finite.
     """
     latency = problem.links.latency_s.copy()
     with np.errstate(divide="ignore"):
@@ -121,21 +121,55 @@ def finite_mean(values: NDArray[np.float64], axis: int = 1) -> NDArray[np.float6
     return np.where(finite, values, 0.0).sum(axis=axis) / np.maximum(finite.sum(axis=axis), 1)
 
 
+class Traffic(NamedTuple):
+    """What transfers between groups cost, for compiled loops; see `GroupGraph`."""
+
+    ptr: Any  # int64 [G + 1], row offsets
+    neighbor: Any  # int32 [2 M]
+    edge: Any  # int32 [2 M]
+    out: Any  # bool [2 M]
+    size: Any  # float64 [M] bytes
+    count: Any  # float64 [M] tensors
+    fixed: Any  # float64 [M] seconds
+    latency: Any  # float64 [D, D] seconds
+    inverse: Any  # float64 [D, D] seconds per byte
+
+
+@memoized
+def traffic(problem: Problem) -> Traffic:
+    """Returns what transfers between the groups of a problem cost."""
+    graph = group_graph(problem)
+    rows = graph.neighbor_ptr, graph.neighbor, graph.neighbor_edge, graph.neighbor_out
+    return Traffic(*rows, graph.edge_bytes, graph.edge_count, graph.edge_fixed_s, *finite_links(problem))
+
+
 @memoized
 def group_graph(problem: Problem) -> GroupGraph:
     """Returns the group graph of a problem, built on first use and kept while the problem lives."""
     groups = problem.num_groups
-    source, target, size, count, fixed = _edges(problem)
-    order = _order(problem)
-    rows = np.concatenate([source, target])
-    edges = len(source)
-    neighbor_ptr, perm = grouped(rows, np.arange(2 * edges), groups)
+    reader = problem.op_group[problem.consumers]
+    # A tensor is sent once to a device, however many ops of a group read it there.
+    tensor, to = crossing(problem.edge_tensor, reader, problem.edge_source_group != reader, groups)
+    values = (column[tensor] for column in tensor_traffic(problem))
+    source, target, size, count, fixed = merged_edges(problem.tensor_group[tensor], to, groups, *values)
+    source, target, edges = source.astype(np.int32), target.astype(np.int32), len(source)
+    neighbor_ptr, perm = grouped(np.concatenate([source, target]), np.arange(2 * edges), groups)
+    saved = np.flatnonzero(kept_for_backward(problem))
+    footprint = problem.resident_bytes.copy()
+    np.add.at(footprint, problem.op_group[problem.tensor_producer[saved]], problem.tensor_bytes[saved])
+    earliest = np.full(groups, problem.num_ops, dtype=np.int64)
+    np.minimum.at(earliest, problem.op_group, np.argsort(problem.topological_order))
+    order = np.argsort(earliest, kind="stable").astype(np.int32)
+    # The edges that agree with `order` have a topological order; the group that became ready last goes first.
+    position = np.argsort(order)
+    forward = position[source] < position[target]
+    ranked, _ = topological_order(position[source[forward]], position[target[forward]], groups, depth_first=True)
     return GroupGraph(
         time_s=problem.group_time_s,
         mean_time_s=finite_mean(problem.group_time_s),
-        footprint_bytes=_footprint(problem),
+        footprint_bytes=footprint,
         order=order,
-        depth_first_order=_depth_first(order, source, target),
+        depth_first_order=order[ranked],
         source=source,
         target=target,
         edge_bytes=size,
@@ -148,20 +182,6 @@ def group_graph(problem: Problem) -> GroupGraph:
     )
 
 
-def _edges(problem: Problem) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray, NDArray, NDArray]:
-    groups = problem.num_groups
-    tensor, source = problem.edge_tensor, problem.edge_source_group.astype(np.int64)
-    target = problem.op_group[problem.consumers].astype(np.int64)
-    apart = source != target
-    # A tensor is sent once to a device, however many ops of a group read it there.
-    _, first = np.unique(tensor[apart].astype(np.int64) * groups + target[apart], return_index=True)
-    tensor, source, target = tensor[apart][first], source[apart][first], target[apart][first]
-    key, inverse = np.unique(source * groups + target, return_inverse=True)
-    columns = (values[tensor] for values in tensor_traffic(problem))
-    sums = [np.bincount(inverse, weights=values, minlength=len(key)).astype(np.float64) for values in columns]
-    return (key // max(groups, 1)).astype(np.int32), (key % max(groups, 1)).astype(np.int32), sums[0], sums[1], sums[2]
-
-
 def kept_for_backward(problem: Problem) -> NDArray[np.bool_]:
     """Returns bool [T], tensors that forward ops make and backward ops read."""
     producer = problem.tensor_producer[problem.edge_tensor]
@@ -169,27 +189,3 @@ def kept_for_backward(problem: Problem) -> NDArray[np.bool_]:
     kept = np.zeros(problem.num_tensors, dtype=bool)
     kept[problem.edge_tensor[from_forward & (problem.op_phase[problem.consumers] >= BACKWARD)]] = True
     return kept
-
-
-def _footprint(problem: Problem) -> NDArray[np.int64]:
-    saved = np.flatnonzero(kept_for_backward(problem))
-    total = problem.resident_bytes.copy()
-    np.add.at(total, problem.op_group[problem.tensor_producer[saved]], problem.tensor_bytes[saved])
-    return total
-
-
-def _order(problem: Problem) -> NDArray[np.int32]:
-    position = np.argsort(problem.topological_order)
-    earliest = np.full(problem.num_groups, problem.num_ops, dtype=np.int64)
-    np.minimum.at(earliest, problem.op_group, position)
-    return np.argsort(earliest, kind="stable").astype(np.int32)
-
-
-def _depth_first(order: NDArray[np.int32], source: NDArray[np.int32], target: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Topological order of the edges that agree with `order`; the group that became ready last goes first."""
-    groups = len(order)
-    position = np.empty(groups, dtype=np.int64)
-    position[order] = np.arange(groups)
-    forward = position[source] < position[target]
-    ranked, _ = topological_order(position[source[forward]], position[target[forward]], groups, depth_first=True)
-    return order[ranked]

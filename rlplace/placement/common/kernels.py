@@ -1,55 +1,72 @@
-"""Compiled inner loops that several planners share."""
+"""Compiled inner loops that several planners share.
+
+`t` is a `Traffic` (`rlplace.placement.common.groupgraph`), `a` an `OpArrays` (`rlplace.placement.common.oparrays`).
+"""
 
 # Compiled functions take their types from their arguments.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from rlplace.compiled import entry, inner
 
-# A division by zero cannot happen, so no code for its error, nor for callers in C; results and buffers come from the caller:
-# all of it shortens the first start, when everything is compiled.
+
+class Loads(NamedTuple):
+    """An assignment that moves change, and what its devices have to do and to spare."""
+
+    devices: Any  # int32 [G]
+    seconds: Any  # float64 [D], summed times of the groups on each device
+    room: Any  # float64 [D] bytes
+
+
+class Execution(NamedTuple):
+    """A simulated step."""
+
+    by_start: Any  # int64 [N], ops by start, end and number
+    device_of_op: Any  # int32 [N]
+    start_s: Any  # float64 [N]
+    end_s: Any  # float64 [N]
+    arrival_s: Any  # float64 [T, D], -1 where a tensor was not sent
 
 
 @inner
-def _communication(group, device, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse):
-    """Seconds of all transfers of `group` if it were on `device` and its neighbours stayed."""
+def _communication(group, device, devices, t):
+    """Returns the seconds of all transfers of `group` if it were on `device` and its neighbours stayed."""
     total = 0.0
-    for k in range(ptr[group], ptr[group + 1]):
-        other = devices[neighbor[k]]
+    for k in range(t.ptr[group], t.ptr[group + 1]):
+        other = devices[t.neighbor[k]]
         if device != other:
-            e = edge[k]
-            if out[k]:
-                total += count[e] * latency[device, other] + size[e] * inverse[device, other] + fixed[e]
+            e = t.edge[k]
+            if t.out[k]:
+                total += t.count[e] * t.latency[device, other] + t.size[e] * t.inverse[device, other] + t.fixed[e]
             else:
-                total += count[e] * latency[other, device] + size[e] * inverse[other, device] + fixed[e]
+                total += t.count[e] * t.latency[other, device] + t.size[e] * t.inverse[other, device] + t.fixed[e]
     return total
 
 
 @entry
-def shed(
-    device, need, devices, load, room, footprint, time_s, members, slot, rows,
-    ptr, neighbor, edge, out, size, count, fixed, latency, inverse,
-):  # fmt: skip
-    """Moves groups off `device` until an estimated `need` bytes are gone; updates `devices`, `load` and `room`.
+def shed(device, need, loads, footprint, time_s, t):
+    """Moves groups off `device` until an estimated `need` bytes are gone; updates `loads` and returns the number of groups.
 
     The group with the least added time per byte freed goes first: transfers, a slower device, and load beyond the busiest
-    device all count as added time. Returns the number of groups moved. Buffers: members, slot int64 [G], rows float64 [G, D].
+    device all count as added time.
     """
+    devices, load, room = loads.devices, loads.seconds, loads.room
     num_groups, num_devices = time_s.shape
+    members, slot = np.empty(num_groups, dtype=np.int64), np.full(num_groups, -1, dtype=np.int64)
     total = 0
     for g in range(num_groups):
-        slot[g] = -1
         if devices[g] == device and footprint[g] > 0:
             members[total] = g
             slot[g] = total
             total += 1
+    rows = np.empty((total, num_devices))
     for s in range(total):
         for d in range(num_devices):
-            rows[s, d] = _communication(
-                members[s], d, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse
-            )  # fmt: skip
+            rows[s, d] = _communication(members[s], d, devices, t)
     moved = 0
     while need > 0:
         busiest = -np.inf
@@ -81,27 +98,27 @@ def shed(
         room[best_device] -= footprint[g]
         need -= footprint[g]
         moved += 1
-        for k in range(ptr[g], ptr[g + 1]):
-            n = np.int64(neighbor[k])
+        for k in range(t.ptr[g], t.ptr[g + 1]):
+            n = np.int64(t.neighbor[k])
             if slot[n] >= 0:
                 for d in range(num_devices):
-                    rows[slot[n], d] = _communication(
-                        n, d, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse
-                    )  # fmt: skip
+                    rows[slot[n], d] = _communication(n, d, devices, t)
     return moved
 
 
 @entry
-def all_communication(devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse, rows):
-    """Fills `rows` [G, D] with the seconds of all transfers of each group if it sat on each device."""
+def all_communication(devices, t):
+    """Returns float64 [G, D], the seconds of all transfers of each group if it sat on each device."""
+    rows = np.empty((len(devices), len(t.latency)))
     for g in range(len(devices)):
-        for d in range(len(latency)):
-            rows[g, d] = _communication(g, d, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse)
+        for d in range(len(t.latency)):
+            rows[g, d] = _communication(g, d, devices, t)
+    return rows
 
 
 @inner
 def _part_traffic(part, other, where, size, count, latency, inverse):
-    """Seconds of all transfers of two parts, both directions, each pair counted once."""
+    """Returns the seconds of all transfers of two parts, both directions, each pair counted once."""
     total = 0.0
     for p in range(len(where)):
         for mine in (part, other):
@@ -138,32 +155,32 @@ def swap_parts(where, size, count, load, latency, inverse, rounds):
 
 
 @entry
-def place_illegal(order, devices, time_s, ptr, neighbor, edge, out, size, count, fixed, latency, inverse):
+def place_illegal(order, devices, time_s, t):
     """Moves groups off devices that are not allowed, to the one with the least time plus transfers, in group order."""
     for i in range(len(order)):
         g = np.int64(order[i])
         if time_s[g, devices[g]] == np.inf:
             best, where = np.inf, devices[g]
-            for d in range(len(latency)):
-                seconds = _communication(g, d, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse)
+            for d in range(len(t.latency)):
+                seconds = _communication(g, d, devices, t)
                 if time_s[g, d] + seconds < best:
                     best, where = time_s[g, d] + seconds, d
             devices[g] = where
 
 
 @inner
-def _fewer_missing(order, devices, time_s, ptr, neighbor, out, linked, settled):
+def _fewer_missing(order, devices, time_s, t, linked, settled):
     """Moves each group in turn to the device with fewest missing links to settled neighbours; returns how many are left."""
     num_devices = len(linked)
     row = np.zeros(num_devices, dtype=np.int64)
     missing = 0
     for g in order:
         row[:] = 0
-        for k in range(ptr[g], ptr[g + 1]):
-            if settled[neighbor[k]]:
-                other = devices[neighbor[k]]
+        for k in range(t.ptr[g], t.ptr[g + 1]):
+            if settled[t.neighbor[k]]:
+                other = devices[t.neighbor[k]]
                 for d in range(num_devices):
-                    if d != other and not (linked[d, other] if out[k] else linked[other, d]):
+                    if d != other and not (linked[d, other] if t.out[k] else linked[other, d]):
                         row[d] += 1
         here = row[devices[g]]
         if here > 0:
@@ -176,8 +193,8 @@ def _fewer_missing(order, devices, time_s, ptr, neighbor, out, linked, settled):
 
 
 @entry
-def avoid_missing_links(order, devices, time_s, ptr, neighbor, out, linked, passes):
-    """Moves groups so that fewer edges need a link that does not exist; returns the number still missing.
+def avoid_missing_links(order, devices, time_s, t, linked, passes):
+    """Moves groups so that fewer edges need a link that does not exist.
 
     Local improvement first, which keeps most groups where they are. Where it gets stuck, groups are settled anew in order, from
     either end, each looking only at those before it.
@@ -187,9 +204,9 @@ def avoid_missing_links(order, devices, time_s, ptr, neighbor, out, linked, pass
     for start in range(3):
         trial = devices.copy()
         if start > 0:
-            _fewer_missing(order if start == 1 else order[::-1], trial, time_s, ptr, neighbor, out, linked, ~everything)
+            _fewer_missing(order if start == 1 else order[::-1], trial, time_s, t, linked, ~everything)
         for _ in range(passes):
-            left = _fewer_missing(order, trial, time_s, ptr, neighbor, out, linked, everything)
+            left = _fewer_missing(order, trial, time_s, t, linked, everything)
             if left == 0:
                 break
         if start == 0 or left < missing:
@@ -198,30 +215,25 @@ def avoid_missing_links(order, devices, time_s, ptr, neighbor, out, linked, pass
         if missing == 0:
             break
     devices[:] = best
-    return missing
 
 
 @entry
-def chain_savings(
-    last, by_start, device_of_op, start_s, end_s, arrival_s, a, idle, before, latest, saved, touched,
-):  # fmt: skip
-    """Walks the chain of events that ends the step back from op `last`; adds what a remedy for each delay would save.
+def chain_savings(run, a, idle, saved, touched):
+    """Walks the chain of events that ends the step back from its last op; adds what a remedy for each delay would save.
 
     A delay is a transfer that the later op waited for (remedy: either group goes to the other's device), or a device that an
     earlier op held after the inputs of a later one were there (remedy: either group goes to one of the two idlest others). An
     owner's tensor ends the chain.
 
-    by_start: int64 [N], ops by start, end and number. arrival_s: float64 [T, D], -1 where a tensor was not sent.
-    a: The problem's `OpArrays`. idle: int64 [D], devices by busy time. Buffers: before int64 [N], latest int64 [D].
-    saved: float64 [G, D] seconds, zeros. touched: bool [G, D], False; where something was added.
+    run: An `Execution`. idle: int64 [D], devices by busy time. saved: float64 [G, D] seconds, zeros. touched: bool [G, D],
+    False; where something was added.
     """
-    for device in range(len(latest)):
-        latest[device] = -1
-    for i in range(len(by_start)):
-        op = by_start[i]
+    by_start, device_of_op, start_s, end_s, arrival_s = run
+    before, latest = np.empty(len(by_start), dtype=np.int64), np.full(len(idle), -1, dtype=np.int64)
+    for op in by_start:
         before[op] = latest[device_of_op[op]]
         latest[device_of_op[op]] = op
-    op = last
+    op = np.argmax(end_s)
     for _ in range(2 * len(by_start)):
         device = device_of_op[op]
         ready, cause, sent = 0.0, -1, False
@@ -258,22 +270,22 @@ def chain_savings(
 
 
 @entry
-def run_costs(
-    groups, targets, order, position, devices, moved, allowed, time_s, ptr, neighbor, edge, out, size, count, fixed, latency,
-    inverse, low, high, cost_s,
-):  # fmt: skip
+def run_costs(groups, targets, order, devices, time_s, t):
     """Extends each move of one group to a run of groups that end up beside others on the target.
 
     A run reaches from the group to the nearer neighbour in `order` that already sits on the target, over groups of one device,
-    at most 65; those barred from the target stay. Fills `low` and `high`, its first and last place in `order` (low > high
-    where fewer than two groups would move), and `cost_s`, the seconds that moving it adds in transfers and compute. `moved`
-    is a copy of `devices`.
+    at most 65; those barred from the target stay.
+
+    Returns:
+        int64 [moves] each, first and last place of the run in `order` (first > last where fewer than two groups would move),
+        and float64 [moves], the seconds that moving it adds in transfers and compute.
     """
+    low, high, cost_s = np.ones(len(groups), dtype=np.int64), np.zeros(len(groups), dtype=np.int64), np.zeros(len(groups))
+    position, moved = np.argsort(order), devices.copy()
     for m in range(len(groups)):
         target = targets[m]
         start = position[groups[m]]
         here = np.int64(devices[groups[m]])
-        low[m], high[m], cost_s[m] = 1, 0, 0.0
         for step in (1, -1):
             at = start + step
             while 0 <= at < len(order) and devices[order[at]] == here and step * (at - start) <= 64:
@@ -283,19 +295,17 @@ def run_costs(
                 break
         members = 0
         for i in range(low[m], high[m] + 1):
-            if allowed[order[i], target]:
+            if time_s[order[i], target] < np.inf:
                 moved[order[i]] = target
                 members += 1
-        length = high[m] - low[m] + 1
-        total = 0.0
-        for i in range(length):  # from the group outwards
+        for i in range(high[m] - low[m] + 1):  # from the group outwards
             g = np.int64(order[low[m] + i] if low[m] == start else order[high[m] - i])
-            if allowed[g, target]:
-                total += _communication(g, target, moved, ptr, neighbor, edge, out, size, count, fixed, latency, inverse)
-                total -= _communication(g, here, devices, ptr, neighbor, edge, out, size, count, fixed, latency, inverse)
-                total += time_s[g, target] - time_s[g, here]
-        cost_s[m] = total
+            if time_s[g, target] < np.inf:
+                cost_s[m] += _communication(g, target, moved, t)
+                cost_s[m] -= _communication(g, here, devices, t)
+                cost_s[m] += time_s[g, target] - time_s[g, here]
         for i in range(low[m], high[m] + 1):
             moved[order[i]] = here
         if members < 2:
             low[m], high[m] = 1, 0
+    return low, high, cost_s

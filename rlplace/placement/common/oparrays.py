@@ -58,10 +58,10 @@ def upward_rank(problem: Problem, *, communication: bool) -> NDArray[np.float64]
     return rank
 
 
-def empty_schedule(problem: Problem, subset: Sequence[int], room: NDArray[np.float64]) -> listkernels.Schedule:
+def empty_schedule(problem: Problem, subset: Sequence[int], room: NDArray[np.float64]) -> listkernels.ListSchedule:
     """Returns a schedule on some devices, without any op; `room` [D] bytes may be planned, and change."""
     ops, count = problem.num_ops, problem.num_devices
-    return listkernels.Schedule(
+    return listkernels.ListSchedule(
         mask=np.isin(np.arange(count), subset),
         devices=np.full(problem.num_groups, -1, dtype=np.int32),
         room=room,

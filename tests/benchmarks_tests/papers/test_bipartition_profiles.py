@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlplace.placement.published.bipartition.solve import bi_partition, free_workers, kernel_arrays, layer_wise, price_cuts
+from rlplace.placement.published.bipartition.solve import bi_partition, free_workers, layer_wise, pass_costs, price_cuts
 from tests.placement.pipedream import PROFILES, profile_chain, read_profile
 
 # name: layers, backward / forward, layer-wise optimum over bi-partition optimum for 2, 3, 4 and 8 workers
@@ -33,5 +33,5 @@ def test_vgg16_on_four_workers_by_gap():
         assert 1e3 * bi_partition(chain, 4, gap).bottleneck_s == pytest.approx(milliseconds, abs=0.006)
     assert 1e3 * bi_partition(chain, 4).bottleneck_s == pytest.approx(169.10, abs=0.005)
     for cuts in ((0, 3, 6, 13, 40), (0, 3, 12, 23, 40)):  # the latter are the four stages of PipeDream's own straight VGG16
-        straight = price_cuts(cuts, cuts, kernel_arrays(chain, free_workers(4)))
+        straight = price_cuts(cuts, cuts, pass_costs(chain, free_workers(4)))
         assert 1e3 * straight.bottleneck_s == pytest.approx(216.45, abs=0.005)

@@ -6,7 +6,7 @@ import pytest
 from benchmarks.papers.compiler.objectives import OBJECTIVES, edge_nets, partitions
 from rlplace.placement.common.groupgraph import group_graph, mean_link
 from rlplace.placement.metis import metis_partition
-from rlplace.placement.published.compiler.partition import partition
+from rlplace.placement.published.compiler import partition
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 from tests.placement.test_compiler_partition import loads, sent_seconds

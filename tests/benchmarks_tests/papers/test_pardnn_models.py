@@ -19,8 +19,8 @@ from rlplace.cost.foreign import with_host
 from rlplace.errors import InfeasibleError
 from rlplace.model.graph.rescale import rescale
 from rlplace.placement import get_planner
+from rlplace.placement.published.pardnn import place_clusters
 from rlplace.placement.published.pardnn.nodegraph import op_graph
-from rlplace.placement.published.pardnn.pardnn import place_clusters
 from rlplace.placement.published.pardnn.slicing import slice_graph
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem

@@ -1,1 +1,190 @@
-"""Bi-Partition: forward and backward passes of a pipeline cut at different layers."""
+"""Bi-Partition: a pipeline whose forward and backward passes are cut at different layers.
+
+Problem: throughput of pipelined training in steady state. A layer-wise cut cannot balance layers of very different cost;
+with cuts of their own for the forward and the backward pass every worker's total can be nearly equal.
+
+Paper: Cui, Qu, Zhang, Tang, Ye, "A bidirectional DNN partition mechanism for efficient pipeline parallel training in cloud",
+Journal of Cloud Computing 12:22, 2023. From the paper: the idea, the objective and the baseline, PipeDream; its headline is up
+to 1.9 times PipeDream's training efficiency. The rest is reconstruction: the cost model (displaced layers, whose two passes run
+on different workers, pay for shipping what the backward pass reads and for returning weights, and count twice in memory), the
+dynamic programme with and without a gap limit, and the bisection (`rlplace.placement.published.bipartition.solve`).
+
+Departures: updates are synchronous, once a step, so weights have one version, where PipeDream keeps a version for each
+mini-batch in flight; a placement is one pass of the batch, where the paper asks for throughput; a general graph is made a chain
+(`rlplace.placement.published.bipartition.layers`); the simulator picks among cuts for gaps up to the one asked for, with the
+smallest bottleneck or a little more, least traffic or most even loads.
+
+Layer-wise pipelines of a chain of layers, for 1 to D devices.
+
+The exact cut with the smallest largest stage, with and without what is sent over cuts (Narayanan et al., "PipeDream", SOSP
+2019), and torchgpipe's partition (Kim et al., 2020), which may miss that optimum: from equal numbers of layers, and costs
+scaled to 0..1, a largest block p is fixed; while it exceeds the smallest block q by more than 1, the block beside q on p's
+side hands its nearest layer to q; when p itself gave a layer, another largest block is fixed (Bárány, Grinberg, "Block
+partitions of sequences", 2013). Of the smallest blocks the one nearest to p takes the layer. Layers hold what belongs
+together, a forward group and its backward among it, where `rlplace.placement.balanced` cuts plain orders of groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import whole_number
+from rlplace.placement.common.evaluate import Assignment
+from rlplace.placement.common.floor import device_order, device_subsets, one_shot_planner
+from rlplace.placement.common.groupgraph import group_graph
+from rlplace.placement.published.bipartition.layers import Layers, layer_orders, make_layers, make_pipeline, require_split
+from rlplace.placement.published.bipartition.solve import PassCuts, bi_partition, bottleneck_s, layer_wise, least_traffic
+from rlplace.plan import PlacementPlan
+from rlplace.problem import Problem
+
+MAX_LAYERS = 512
+"""Most layers of a chain; neighbours are merged beyond."""
+
+
+def straight_pipelines(problem: Problem) -> Iterator[Assignment]:
+    """Yields both partitions for every number of devices and order; without memory limits where those leave none, for the
+    repair.
+    """
+    for subset in reversed(device_subsets(problem)):
+        for order in layer_orders(problem):
+            layers = make_layers(problem, order, subset, max_layers=MAX_LAYERS)
+            for sends in (True, False):
+                for limited in (True, False):
+                    workers = make_pipeline(problem, subset, limited=limited)
+                    inverse = workers.seconds_per_byte if sends else np.zeros(workers.count)
+                    cuts = layer_wise(layers.chain, replace(workers, seconds_per_byte=inverse))
+                    if cuts is not None:
+                        yield layers.assign(problem, cuts)
+                        break
+            blocks = block_partition(layers.chain.mean_s, len(subset))
+            offsets = tuple(blocks) + (layers.chain.num_layers,) * (len(subset) + 1 - len(blocks))
+            yield layers.assign(problem, PassCuts(offsets, offsets, float("nan")))
+
+
+def block_partition(costs: Sequence[float] | NDArray[np.float64], parts: int) -> list[int]:
+    """Returns the balanced partition of a sequence that torchgpipe makes.
+
+    Args:
+        costs: Cost of each layer.
+        parts: Number of blocks, at most the number of layers.
+
+    Returns:
+        Offsets of the blocks, from 0 to the number of layers. The largest block exceeds the smallest by at most the spread of
+        the costs.
+    """
+    values = np.asarray(costs, dtype=np.float64)
+    parts = max(1, min(parts, len(values)))
+    spread = float(np.ptp(values))
+    scaled = (values - values.min()) / spread if spread > 0 else np.zeros(len(values))
+    total = np.concatenate([[0.0], np.cumsum(scaled)]).tolist()
+    cuts = [len(values) // parts * i for i in range(parts)] + [len(values)]
+    sizes = [total[b] - total[a] for a, b in pairwise(cuts)]
+    while True:
+        largest = max(range(parts), key=lambda block: sizes[block])
+        while True:
+            least = min(sizes)
+            smallest = min((b for b in range(parts) if sizes[b] == least), key=lambda b: abs(b - largest))
+            # Rounding must not keep two blocks handing one layer to and fro.
+            if sizes[largest] <= least + 1.0 + 1e-9:
+                return cuts
+            if largest < smallest:
+                giver, cut = smallest - 1, smallest
+                cuts[cut] -= 1
+            else:
+                giver, cut = smallest + 1, smallest + 1
+                cuts[cut] += 1
+            for block in (giver, smallest):
+                sizes[block] = total[cuts[block + 1]] - total[cuts[block]]
+            if giver == largest:
+                break
+
+
+GAP = 8
+"""Default for the layers that a forward cut and its backward cut may be apart."""
+
+GAPS = (0, 1, 2, 4)
+"""Smaller gaps that are tried as well: the simulator knows more than the chain, and displaced layers may not pay."""
+
+MAX_COUNTS = 5
+"""Numbers of devices that are tried, the full one among them."""
+
+CHOICES = ((1.0, False), (1.0, True), (1.1, False))
+"""Bottlenecks allowed, as multiples of the optimum, and whether loads are then as even or traffic as small as possible."""
+
+
+def bipartition(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, gap: int = GAP) -> PlacementPlan:
+    """Returns the best pipeline with separate forward and backward cuts; see the module docstring.
+
+    Args:
+        problem: A split problem (`rlplace.cost.contract.split_backward`); the plan refers to it.
+        seed: Unused: nothing is random.
+        time_limit_s: Wall time.
+        gap: Layers that a forward cut and its backward cut may be apart; 0: the layer-wise pipeline.
+
+    Returns:
+        The plan; ``predicted.bipartition`` compares the two optima of the chain without communication.
+
+    Raises:
+        InputError: The problem is not split, or the gap is no whole number from 0 up.
+        InfeasibleError: No plan fits.
+    """
+    require_split(problem, "bipartition")
+    whole_number(gap, "bipartition: gap")
+
+    plan = _pipelines(problem, seed=seed, time_limit_s=time_limit_s, gap=int(gap))
+    return plan.with_predicted(plan.predicted.replace(bipartition=chain_gain(problem, int(gap))))
+
+
+@one_shot_planner("bipartition")
+def _pipelines(problem: Problem, seed: int, *, gap: int) -> Iterator[Assignment]:
+    del seed
+    gaps = sorted({gap, *(smaller for smaller in GAPS if smaller < gap)})
+    subsets = device_subsets(problem)
+    kept = np.unique(np.geomspace(1, len(subsets), MAX_COUNTS).round().astype(int)) - 1
+    for subset in (subsets[i] for i in kept[::-1]):
+        for order in layer_orders(problem):
+            layers = make_layers(problem, order, subset)
+            for cuts in _cuts(problem, layers, gaps):
+                yield layers.assign(problem, cuts)
+    yield from straight_pipelines(problem)
+
+
+def _cuts(problem: Problem, layers: Layers, gaps: list[int]) -> Iterator[PassCuts]:
+    """Yields distinct cuts, smallest gap first; without memory limits where those leave none, for the repair to work on."""
+    seen = set()
+    for limited in (True, False):
+        pipeline = make_pipeline(problem, layers.devices, limited=limited)
+        bound = np.inf
+        for gap in gaps:
+            before, bound = bound, bottleneck_s(layers.chain, pipeline, gap, known_s=bound)
+            # Where a larger gap does not lower the bottleneck, which transfers may set, it can still even out the rest.
+            for slack, even in CHOICES if bound < before else CHOICES[1:2] if bound < np.inf else ():
+                cuts = least_traffic(layers.chain, pipeline, bound * slack, gap, even=even)
+                if cuts is not None and (cuts.forward, cuts.backward) not in seen:
+                    seen.add((cuts.forward, cuts.backward))
+                    yield cuts
+        if seen:
+            return
+
+
+def chain_gain(problem: Problem, gap: int) -> dict[str, Any]:
+    """Returns the layer-wise optimum of the chain on all devices against the one with a gap, without communication and
+    memory.
+    """
+    devices = device_order(problem)
+    layers = make_layers(problem, group_graph(problem).order, devices)
+    plain, apart = layer_wise(layers.chain, len(devices)), bi_partition(layers.chain, len(devices), gap)
+    assert plain is not None and apart is not None  # without memory limits there is always one
+    return {
+        "layers": layers.chain.num_layers,
+        "gap": apart.gap,
+        "displaced_layers": len(apart.displaced),
+        "bottleneck_s": apart.bottleneck_s,
+        "layer_wise_bottleneck_s": plain.bottleneck_s,
+    }

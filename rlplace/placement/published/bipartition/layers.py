@@ -1,7 +1,7 @@
 """From a problem to a chain of layers, and from cuts back to devices.
 
 The forward groups are layered in a topological order of the group graph. A group that only runs backward ops (in a split
-problem the one called ``NAME.backward``) belongs to the layer of its forward group; where there is none of that name, to the
+problem the one called ``NAME.backward``) belongs to the layer of its forward group; where no group has that name, to the
 last layer whose forward ops feed it, or to that of the backward ops beside it. Skip connections are charged at every cut that
 they cross. Neighbouring layers are merged until `MAX_LAYERS` are left, the heaviest merged layer as light as possible.
 """
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from rlplace.errors import InputError
 from rlplace.placement.common.floor import map_parts
 from rlplace.placement.common.groupgraph import finite_links, group_graph
-from rlplace.placement.published.bipartition.solve import Chain, Cuts, Workers
+from rlplace.placement.published.bipartition.solve import Chain, PassCuts, Workers
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE, Problem
+from rlplace.problem.contract import crossing
 
 MAX_LAYERS = 96
 """Layers that a chain keeps; longer ones are merged."""
@@ -43,7 +44,7 @@ class Layers:
     follows_backward: NDArray[np.bool_]
     devices: tuple[int, ...]
 
-    def assign(self, problem: Problem, cuts: Cuts) -> NDArray[np.int32]:
+    def assign(self, problem: Problem, cuts: PassCuts) -> NDArray[np.int32]:
         """Returns int32 [G], the device of every group under the cuts; parts of unlike devices are swapped where that helps."""
         count = len(self.devices)
         forward = np.repeat(np.arange(count, dtype=np.int32), np.diff(cuts.forward))
@@ -127,7 +128,7 @@ def make_layers(
     *,
     max_layers: int = MAX_LAYERS,
 ) -> Layers:
-    """Layers of a problem on some of its devices.
+    """Makes the layers of a problem on some of its devices.
 
     Args:
         problem: The problem; groups with forward and other ops in one follow the forward cuts as a whole.
@@ -165,9 +166,7 @@ def make_layers(
 
 
 def _merge(weight_s: NDArray[np.float64], most: int) -> NDArray[np.int64]:
-    """Returns int64 [layers], the merged layer of each, at most `most` of them and the heaviest as light as a bisection finds
-    it.
-    """
+    """Returns int64 [layers], the merged layer of each: at most `most`, the heaviest as light as a bisection finds it."""
     if len(weight_s) <= most:
         return np.arange(len(weight_s))
     total = np.concatenate([[0.0], np.cumsum(weight_s)])
@@ -208,15 +207,12 @@ def _crossing(problem: Problem, of_op: NDArray[np.int64], count: int) -> tuple[N
 
 
 def _stash(problem: Problem, of_op: NDArray[np.int64], count: int) -> NDArray[np.float64]:
-    """Returns float64 [L], what backward ops of a layer read of the forward pass; layers that read the same tensor share its
-    bytes.
-    """
+    """Returns float64 [L], bytes of the forward pass that backward ops of a layer read; layers share the bytes of a tensor."""
     tensor, reader, phase = problem.edge_tensor, problem.consumers, problem.op_phase
     producer = problem.tensor_producer[tensor]
     read_later = (phase[reader] != FORWARD) & (phase[reader] != UPDATE)
     kept = (producer >= 0) & (phase[np.maximum(producer, 0)] == FORWARD) & read_later
-    pairs = np.unique(tensor[kept].astype(np.int64) * count + of_op[reader[kept]])
-    which, layer = pairs // count, pairs % count
+    which, layer = crossing(tensor, of_op[reader], kept, count)
     readers = np.bincount(which, minlength=problem.num_tensors)
     return np.bincount(layer, weights=problem.tensor_bytes[which] / readers[which], minlength=count).astype(np.float64)
 

@@ -9,15 +9,7 @@ forward and backward cuts may be at most g layers apart. g = 0 is the layer-wise
 Among cuts with the smallest bottleneck the ones with the least traffic are returned, and of those the ones that displace the
 fewest layers. PipeDream's layer-wise plan is the special case of equal cuts, so that the optimum is never worse than that.
 
-A chain of layers: the time, traffic and memory of each layer, and the workers among which the layers are divided.
-
-Axes used below: L layers, W workers in pipeline order.
-
-Compiled parts of bi-partition: the cost of a worker, and the dynamic programmes over pairs of cuts.
-
-Every array that goes by worker is [W, ...] in pipeline order; prefix arrays have L + 1 entries. `ahead` and `back` [W, L + 1]
-are prefix seconds of the two passes; `cut_a` and `cut_g` [L + 1] the bytes that cross each cut, 0 at both ends; `stash`,
-`weight` and `resident` [L + 1] prefix bytes.
+Axes: L layers, W workers in pipeline order.
 """
 
 # Compiled functions take their types from their arguments.
@@ -26,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,69 +27,75 @@ from rlplace.compiled import entry, inner
 from rlplace.errors import InputError, whole_number
 
 
+class PassCosts(NamedTuple):
+    """A chain on workers, as the kernels read it; prefix sums and cuts have L + 1 entries."""
+
+    ahead: Any  # float64 [W, L + 1], prefix seconds of the forward pass
+    back: Any  # float64 [W, L + 1], prefix seconds of the backward pass
+    cut_a: Any  # float64 [L + 1], bytes of the forward pass that cross each cut, 0 at both ends
+    cut_g: Any  # float64 [L + 1], bytes of the backward pass
+    stash: Any  # float64 [L + 1], prefix bytes
+    weight: Any  # float64 [L + 1], prefix bytes
+    resident: Any  # float64 [L + 1], prefix bytes
+    inverse: Any  # float64 [W] seconds per byte
+    limit: Any  # float64 [W] bytes
+
+
 @inner
-def _worker(
-    i, p0, p, q0, q, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit,
-):  # fmt: skip
-    """Cost of worker i with forward layers p0..p and backward layers q0..q, and its traffic in seconds.
+def _worker(i, p0, p, q0, q, c):
+    """Returns the cost of worker i with forward layers p0..p and backward layers q0..q, and its traffic in seconds.
 
     What it sends and what it receives run at the same time, so that the larger of the two counts. Infinite when the memory
     limit does not hold.
     """
     low, high = max(p0, q0), min(p, q)
-    both = low < high
-    stash_f, stash_b = stash[p] - stash[p0], stash[q] - stash[q0]
-    weight_f, weight_b = weight[p] - weight[p0], weight[q] - weight[q0]
-    if both:  # only the parts of displaced layers stay
-        stash_f -= stash[high] - stash[low]
-        stash_b -= stash[high] - stash[low]
-        weight_f -= weight[high] - weight[low]
-        weight_b -= weight[high] - weight[low]
-    if limit[i] < np.inf:
-        held = resident[q] - resident[q0] + weight_f
-        if held + (stash[p] - stash[p0] + stash_b) > limit[i]:
+    stash_f, stash_b = c.stash[p] - c.stash[p0], c.stash[q] - c.stash[q0]
+    weight_f, weight_b = c.weight[p] - c.weight[p0], c.weight[q] - c.weight[q0]
+    if low < high:  # only the parts of displaced layers stay
+        stash_f -= c.stash[high] - c.stash[low]
+        stash_b -= c.stash[high] - c.stash[low]
+        weight_f -= c.weight[high] - c.weight[low]
+        weight_b -= c.weight[high] - c.weight[low]
+    if c.limit[i] < np.inf:
+        held = c.resident[q] - c.resident[q0] + weight_f
+        if held + (c.stash[p] - c.stash[p0] + stash_b) > c.limit[i]:
             return np.inf, 0.0
     sent, received = stash_f + weight_b, stash_b + weight_f
     if p > p0:
-        sent += cut_a[p]
-        received += cut_a[p0]
+        sent += c.cut_a[p]
+        received += c.cut_a[p0]
     if q > q0:
-        sent += cut_g[q0]
-        received += cut_g[q]
-    load = ahead[i, p] - ahead[i, p0] + (back[i, q] - back[i, q0])
-    traffic = max(sent, received) * inverse[i]
+        sent += c.cut_g[q0]
+        received += c.cut_g[q]
+    load = c.ahead[i, p] - c.ahead[i, p0] + (c.back[i, q] - c.back[i, q0])
+    traffic = max(sent, received) * c.inverse[i]
     return max(load, traffic), traffic
 
 
 @entry
-def worker_costs(
-    forward, backward, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit,
-    cost,
-):  # fmt: skip
-    """Fills `cost` [W] for given cuts."""
+def worker_costs(forward, backward, c):
+    """Returns float64 [W], the cost of each worker for given cuts."""
+    cost = np.empty(len(forward) - 1)
     for i in range(len(cost)):
-        cost[i] = _worker(
-            i, forward[i], forward[i + 1], backward[i], backward[i + 1], ahead, back, cut_a, cut_g, stash, weight, resident,
-            inverse, limit,
-        )[0]  # fmt: skip
+        cost[i] = _worker(i, forward[i], forward[i + 1], backward[i], backward[i + 1], c)[0]
+    return cost
 
 
 @entry
-def best_cuts(
-    gap, bound, objective, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit, left_ahead,
-    left_back, best, origin,
-):  # fmt: skip
-    """Fills `best` and `origin` [W + 1, L + 1, 2 gap + 1] for pairs of cuts (p, q) with |p - q| <= gap, at [i, p, q - p + gap].
+def best_cuts(gap, bound, objective, left, c):
+    """Returns the best values and their origins [W + 1, L + 1, 2 gap + 1] for pairs of cuts (p, q) with |p - q| <= gap, at
+    [i, p, q - p + gap].
 
     ``best[i, p, q]``: the first p forward and q backward layers on the first i workers. Workers may stay empty. No worker may
     cost more than `bound`. Objective 0 is the largest cost, 1 the sum of transfer seconds and a little for every displaced
-    layer, 2 the sum of squared costs. `origin` is the pair before, as p * (L + 1) + q. `left_ahead` and `left_back` [L + 1] are
-    seconds of the layers from each on, on their quickest workers: pairs that leave more than the rest can take are dropped.
+    layer, 2 the sum of squared costs. `origin` is the pair before, as p * (L + 1) + q. `left` float64 [2, L + 1] are seconds of
+    the layers from each on in either pass, on their quickest workers: pairs that leave more than the rest can take are dropped.
     """
-    workers, layers = len(inverse), ahead.shape[1] - 1
+    workers, layers = len(c.inverse), c.ahead.shape[1] - 1
     width = 2 * gap + 1
-    little = 1e-9 * (ahead[0, layers] + back[0, layers]) / layers
-    best[:] = np.inf
+    little = 1e-9 * (c.ahead[0, layers] + c.back[0, layers]) / layers
+    best = np.full((workers + 1, layers + 1, width), np.inf)
+    origin = np.zeros(best.shape, dtype=np.int64)
     best[0, 0, gap] = 0.0
     for i in range(workers):
         last = i == workers - 1
@@ -109,18 +107,16 @@ def best_cuts(
                 if before == np.inf:
                     continue
                 for p in range(layers if last else p0, layers + 1):
-                    seconds = ahead[i, p] - ahead[i, p0]
+                    seconds = c.ahead[i, p] - c.ahead[i, p0]
                     if seconds > bound:
                         break
                     top = min(layers, p + gap)
                     for q in range(top if last else max(q0, p - gap), top + 1):
-                        if q < q0 or (last and q < layers) or left_ahead[p] + left_back[q] > rest:
+                        if q < q0 or (last and q < layers) or left[0, p] + left[1, q] > rest:
                             continue
-                        if seconds + (back[i, q] - back[i, q0]) > bound:
+                        if seconds + (c.back[i, q] - c.back[i, q0]) > bound:
                             break
-                        cost, traffic = _worker(
-                            i, p0, p, q0, q, ahead, back, cut_a, cut_g, stash, weight, resident, inverse, limit,
-                        )  # fmt: skip
+                        cost, traffic = _worker(i, p0, p, q0, q, c)
                         if cost > bound:
                             continue
                         if objective == 0:
@@ -134,6 +130,7 @@ def best_cuts(
                         if value < best[i + 1, p, d]:
                             best[i + 1, p, d] = value
                             origin[i + 1, p, d] = p0 * (layers + 1) + q0
+    return best, origin
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +196,7 @@ def free_workers(count: int) -> Workers:
 
 
 @dataclass(frozen=True)
-class Cuts:
+class PassCuts:
     """Layers by worker: worker i has the forward pass of layers ``forward[i]`` up to ``forward[i + 1]``, and so on.
 
     Attributes:
@@ -226,7 +223,7 @@ class Cuts:
 _BOTTLENECK, _TRAFFIC, _EVEN = 0, 1, 2
 
 
-def bi_partition(chain: Chain, workers: Workers | int, gap: int | None = None) -> Cuts | None:
+def bi_partition(chain: Chain, workers: Workers | int, gap: int | None = None) -> PassCuts | None:
     """Returns the exact optimum with separate forward and backward cuts.
 
     Args:
@@ -238,7 +235,7 @@ def bi_partition(chain: Chain, workers: Workers | int, gap: int | None = None) -
         The cuts, or None when none respect the memory limits.
 
     Raises:
-        InputError: A negative gap, or times for another number of workers.
+        InputError: A negative gap, or times for a different number of workers.
     """
     if gap is not None:
         whole_number(gap, "bi_partition: gap")
@@ -256,19 +253,19 @@ def bottleneck_s(chain: Chain, workers: Workers | int, gap: int | None = None, *
         known_s: The result for a smaller gap, if known, as an upper bound.
     """
     pipeline = workers if isinstance(workers, Workers) else free_workers(workers)
-    arrays = kernel_arrays(chain, pipeline)
+    costs = pass_costs(chain, pipeline)
     bound = known_s
     if bound == np.inf:
         # Any cuts bound the layer-wise optimum, and that bounds everything else, which prunes most pairs of cuts.
-        bound = min(price_cuts(cuts, cuts, arrays).bottleneck_s for cuts in _quick_cuts(chain, arrays[0] + arrays[1]))
-        bound, _ = _fill(chain, pipeline, arrays, 0, bound, _BOTTLENECK)
+        bound = min(price_cuts(cuts, cuts, costs).bottleneck_s for cuts in _quick_cuts(costs.ahead + costs.back))
+        bound, _ = _fill(costs, 0, bound, _BOTTLENECK)
     reach = chain.num_layers if gap is None else min(int(gap), chain.num_layers)
-    return _fill(chain, pipeline, arrays, reach, bound, _BOTTLENECK)[0] if reach else bound
+    return _fill(costs, reach, bound, _BOTTLENECK)[0] if reach else bound
 
 
 def least_traffic(
     chain: Chain, workers: Workers | int, bound_s: float, gap: int | None = None, *, even: bool = False
-) -> Cuts | None:
+) -> PassCuts | None:
     """Returns the cuts with the least traffic among those where no worker costs more than `bound_s`; None when there are none.
 
     Args:
@@ -279,20 +276,31 @@ def least_traffic(
         even: Whether to minimise the sum of squared costs in place of the traffic.
     """
     pipeline = workers if isinstance(workers, Workers) else free_workers(workers)
-    arrays = kernel_arrays(chain, pipeline)
+    costs = pass_costs(chain, pipeline)
     reach = chain.num_layers if gap is None else min(int(gap), chain.num_layers)
-    value, origin = _fill(chain, pipeline, arrays, reach, bound_s, _EVEN if even else _TRAFFIC)
-    return None if value == np.inf else price_cuts(*_trace(origin, reach, chain.num_layers), arrays)
+    value, origin = _fill(costs, reach, bound_s, _EVEN if even else _TRAFFIC)
+    if value == np.inf:
+        return None
+    forward, backward = [chain.num_layers], [chain.num_layers]
+    for row in origin[:0:-1]:
+        p, q = divmod(int(row[forward[-1], backward[-1] - forward[-1] + reach]), chain.num_layers + 1)
+        forward.append(p)
+        backward.append(q)
+    return price_cuts(forward[::-1], backward[::-1], costs)
 
 
-def layer_wise(chain: Chain, workers: Workers | int) -> Cuts | None:
+def layer_wise(chain: Chain, workers: Workers | int) -> PassCuts | None:
     """Returns the exact optimum with equal cuts, as PipeDream without replication; None when memory limits leave none."""
     return bi_partition(chain, workers, 0)
 
 
-def _quick_cuts(chain: Chain, prefix: NDArray[np.float64]) -> list[list[int]]:
-    """Layer-wise cuts: everything on the quickest worker, and equal loads without communication."""
-    workers, layers = len(prefix), chain.num_layers
+def _quick_cuts(prefix: NDArray[np.float64]) -> list[list[int]]:
+    """Returns layer-wise cuts: everything on the quickest worker, and equal loads without communication.
+
+    Args:
+        prefix: float64 [W, L + 1], prefix seconds of both passes.
+    """
+    workers, layers = len(prefix), prefix.shape[1] - 1
     quickest = int(prefix[:, -1].argmin())
     candidates = [[0] * (quickest + 1) + [layers] * (workers - quickest)]
     low, high = 0.0, float(prefix[quickest, -1])
@@ -307,47 +315,27 @@ def _quick_cuts(chain: Chain, prefix: NDArray[np.float64]) -> list[list[int]]:
     return candidates
 
 
-def _fill(
-    chain: Chain, workers: Workers, arrays: tuple[Any, ...], gap: int, bound: float, objective: int
-) -> tuple[float, NDArray[np.int64]]:
+def _fill(costs: PassCosts, gap: int, bound: float, objective: int) -> tuple[float, NDArray[np.int64]]:
     """Returns the value of the whole chain, inf when the bound leaves no cuts, and the table to trace."""
-    shape = (workers.count + 1, chain.num_layers + 1, 2 * gap + 1)
-    best, origin = np.empty(shape), np.zeros(shape, dtype=np.int64)
-    left = []
-    for prefix in arrays[:2]:
-        quickest = np.diff(prefix, axis=1).min(axis=0)
-        left.append(np.concatenate([np.cumsum(quickest[::-1])[::-1], [0.0]]))
-    best_cuts(gap, bound, objective, *arrays, *left, best, origin)
+    left = np.zeros((2, costs.ahead.shape[1]))
+    for row, prefix in zip(left, (costs.ahead, costs.back), strict=True):
+        row[:-1] = np.cumsum(np.diff(prefix, axis=1).min(axis=0)[::-1])[::-1]
+    best, origin = best_cuts(gap, bound, objective, left, costs)
     return float(best[-1, -1, gap]), origin
 
 
-def _trace(origin: NDArray[np.int64], gap: int, layers: int) -> tuple[list[int], list[int]]:
-    forward, backward = [layers], [layers]
-    for i in range(len(origin) - 1, 0, -1):
-        p, q = divmod(int(origin[i, forward[-1], backward[-1] - forward[-1] + gap]), layers + 1)
-        forward.append(p)
-        backward.append(q)
-    return forward[::-1], backward[::-1]
+def price_cuts(forward: Sequence[int], backward: Sequence[int], costs: PassCosts) -> PassCuts:
+    """Returns cuts with the largest cost of a worker under them, inf where its memory does not suffice."""
+    cost = worker_costs(np.array(forward), np.array(backward), costs)
+    return PassCuts(tuple(forward), tuple(backward), float(cost.max()))
 
 
-def price_cuts(forward: Sequence[int], backward: Sequence[int], arrays: tuple[Any, ...]) -> Cuts:
-    """Cuts with the largest cost of a worker under them, inf where its memory does not suffice; see `kernel_arrays`."""
-    cost = np.empty(len(forward) - 1)
-    worker_costs(np.array(forward), np.array(backward), *arrays, cost)
-    return Cuts(tuple(forward), tuple(backward), float(cost.max()))
+def pass_costs(chain: Chain, workers: Workers) -> PassCosts:
+    """Returns a chain on workers as the kernels read it.
 
-
-def _prefix(seconds: NDArray[np.float64], workers: int) -> NDArray[np.float64]:
-    rows = np.broadcast_to(seconds, (workers, len(seconds))) if seconds.ndim == 1 else seconds.T
-    if len(rows) != workers:
-        raise InputError(f"chain: times are for {len(rows)} workers, the pipeline has {workers}")
-    prefix = np.zeros((workers, rows.shape[1] + 1))  # in C order whatever that of the times, so that kernels compile once
-    np.cumsum(rows, axis=1, out=prefix[:, 1:])
-    return prefix
-
-
-def kernel_arrays(chain: Chain, workers: Workers) -> tuple[Any, ...]:
-    """Returns the arguments of the kernels that describe the chain and the workers."""
+    Raises:
+        InputError: The times are for a different number of workers.
+    """
 
     def prefix(values: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.concatenate([[0.0], np.cumsum(values)])
@@ -355,9 +343,22 @@ def kernel_arrays(chain: Chain, workers: Workers) -> tuple[Any, ...]:
     def crossing(values: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.concatenate([[0.0], values[:-1], [0.0]])
 
-    return (
-        _prefix(chain.forward_s, workers.count), _prefix(chain.backward_s, workers.count),
-        crossing(chain.activation_bytes), crossing(chain.gradient_bytes),
-        prefix(chain.stash_bytes), prefix(chain.weight_bytes), prefix(chain.resident_bytes),
-        workers.seconds_per_byte.astype(np.float64), workers.memory_bytes.astype(np.float64),
-    )  # fmt: skip
+    def by_worker(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+        rows = np.broadcast_to(seconds, (workers.count, len(seconds))) if seconds.ndim == 1 else seconds.T
+        if len(rows) != workers.count:
+            raise InputError(f"chain: times are for {len(rows)} workers, the pipeline has {workers.count}")
+        sums = np.zeros((workers.count, rows.shape[1] + 1))  # in C order whatever that of the times: kernels compile once
+        np.cumsum(rows, axis=1, out=sums[:, 1:])
+        return sums
+
+    return PassCosts(
+        ahead=by_worker(chain.forward_s),
+        back=by_worker(chain.backward_s),
+        cut_a=crossing(chain.activation_bytes),
+        cut_g=crossing(chain.gradient_bytes),
+        stash=prefix(chain.stash_bytes),
+        weight=prefix(chain.weight_bytes),
+        resident=prefix(chain.resident_bytes),
+        inverse=workers.seconds_per_byte.astype(np.float64),
+        limit=workers.memory_bytes.astype(np.float64),
+    )

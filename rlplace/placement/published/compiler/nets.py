@@ -1,12 +1,16 @@
-"""The graph that the partitioner cuts: groups, and the nets that join them.
+"""The graph that the partitioner cuts: groups, the nets that join them, and how vertices fuse.
 
 A *net* is all that one group sends to the same set of other groups: it pays once for every device that holds a reader and not
 the sender, however many readers sit there. Nets of equal sender and readers are one net, with their bytes and counts added up.
-A *level* is the graph at one coarseness: its vertices are groups, or clusters of groups that move together.
+A *level* is the graph at one coarseness: its vertices are groups, or clusters of groups that move together. Vertices of one
+device and band are matched in pairs by heaviest traffic; chains of single consumers, whose traffic has nowhere else to go, come
+out first.
 
 Axes: G vertices, K devices in use, N nets, P readers of nets.
 """
 
+# Compiled functions take their types from their arguments.
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -14,9 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.compiled import entry
 from rlplace.placement.common.groupgraph import tensor_traffic
 from rlplace.problem import Problem
+from rlplace.problem.contract import alike, crossing
 from rlplace.problem.order import grouped
+
+WIDE = 32
+"""Nets with more readers than this are ignored when vertices are matched."""
 
 
 class Nets(NamedTuple):
@@ -35,6 +44,10 @@ class Nets(NamedTuple):
     size_bytes: NDArray[np.float64]
     tensors: NDArray[np.float64]
     fixed_s: NDArray[np.float64]
+
+    def seconds(self, latency_s: float, inverse_bandwidth: float) -> NDArray[np.float64]:
+        """Returns float64 [N], seconds of every net over a link of the given latency and seconds per byte."""
+        return self.tensors * latency_s + self.size_bytes * inverse_bandwidth + self.fixed_s
 
 
 class Level(NamedTuple):
@@ -61,34 +74,24 @@ class Level(NamedTuple):
 
 def problem_nets(problem: Problem) -> Nets:
     """Returns nets of the groups of a problem: a tensor goes once to each device that reads it, and equal nets are one."""
-    groups = problem.num_groups
-    tensor = problem.edge_tensor.astype(np.int64)
-    holder = problem.tensor_group.astype(np.int64)
-    reader = problem.op_group[problem.consumers].astype(np.int64)
-    apart = holder[tensor] != reader
-    pairs = np.unique(tensor[apart] * groups + reader[apart])
-    tensor, reader = pairs // max(groups, 1), pairs % max(groups, 1)
-    size, count, fixed = tensor_traffic(problem)
-    used, first = np.unique(tensor, return_index=True)
-    ends = np.append(first[1:], len(tensor))[: len(used)]
-    rows: dict[tuple[int, bytes], int] = {}
-    which = np.empty(len(used), dtype=np.int64)
-    for i, (number, begin, end) in enumerate(zip(used.tolist(), first.tolist(), ends.tolist(), strict=True)):
-        which[i] = rows.setdefault((int(holder[number]), reader[begin:end].tobytes()), len(rows))
-    kept = [np.frombuffer(key, dtype=np.int64) for _, key in rows]
-    lengths = np.array([len(pins) for pins in kept], dtype=np.int64)
+    holder, reader = problem.tensor_group, problem.op_group[problem.consumers]
+    pairs = crossing(problem.edge_tensor, reader, holder[problem.edge_tensor] != reader, problem.num_groups)
+    used, net, rows = alike(*pairs, holder)
+    size, count, fixed = (
+        np.bincount(net, weights=values[used], minlength=len(rows)).astype(np.float64) for values in tensor_traffic(problem)
+    )
     return Nets(
         source=np.array([source for source, _ in rows], dtype=np.int32),
-        pin_ptr=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        pins=np.concatenate([*kept, np.zeros(0, dtype=np.int64)]).astype(np.int32),
-        size_bytes=np.bincount(which, weights=size[used], minlength=len(rows)).astype(np.float64),
-        tensors=np.bincount(which, weights=count[used], minlength=len(rows)).astype(np.float64),
-        fixed_s=np.bincount(which, weights=fixed[used], minlength=len(rows)).astype(np.float64),
+        pin_ptr=np.cumsum([0, *(len(pins) for _, pins in rows)], dtype=np.int64),
+        pins=np.array([pin for _, pins in rows for pin in pins], dtype=np.int32),
+        size_bytes=size,
+        tensors=count,
+        fixed_s=fixed,
     )
 
 
 def make_level(time_s: NDArray[np.float64], footprint_bytes: NDArray[np.float64], band: NDArray[np.int32], nets: Nets) -> Level:
-    """Adds the indices by vertex."""
+    """Returns a level: a graph with the indices of its nets by vertex."""
     count = len(footprint_bytes)
     net_of_pin = np.repeat(np.arange(len(nets.source)), np.diff(nets.pin_ptr))
     by_vertex = (nets.source, np.arange(len(nets.source))), (nets.pins, net_of_pin)
@@ -105,15 +108,12 @@ def contract_nets(level: Level, cluster: NDArray[np.int32]) -> Level:
     band = np.zeros(count, dtype=np.int32)
     band[cluster] = level.band
     nets = level.nets
-    source = cluster[nets.source].astype(np.int64)
+    source, pin = cluster[nets.source], cluster[nets.pins]
     net = np.repeat(np.arange(len(source)), np.diff(nets.pin_ptr))
-    pin = cluster[nets.pins].astype(np.int64)
-    apart = pin != source[net]
-    pairs = np.unique(net[apart] * max(count, 1) + pin[apart])
-    net, pin = pairs // max(count, 1), pairs % max(count, 1)
+    net, pin = crossing(net, pin, pin != source[net], count)
     kept, first = np.unique(net, return_index=True)
     coarse = Nets(
-        source=source[kept].astype(np.int32),
+        source=source[kept],
         pin_ptr=np.append(first, len(net)).astype(np.int64),
         pins=pin.astype(np.int32),
         size_bytes=nets.size_bytes[kept],
@@ -121,3 +121,63 @@ def contract_nets(level: Level, cluster: NDArray[np.int32]) -> Level:
         fixed_s=nets.fixed_s[kept],
     )
     return make_level(time_s, size, band, coarse)
+
+
+def match(
+    level: Level, part: NDArray[np.int32], order: NDArray[np.int64], link: tuple[float, float], most_s: float
+) -> NDArray[np.int32]:
+    """Returns int32 [G], the cluster of every vertex, numbered from 0 by first member.
+
+    Args:
+        level: The graph.
+        part: int32 [G]; only vertices of one part are matched.
+        order: int64 [G], order in which vertices choose their partner.
+        link: Latency in seconds and seconds per byte, by which traffic is weighed.
+        most_s: Largest time of a cluster on the fastest device.
+    """
+    partner = _match(order, part, level, level.nets.seconds(*link), level.time_s.min(axis=1), most_s)
+    leader = np.where(partner >= 0, np.minimum(partner, np.arange(len(part))), np.arange(len(part)))
+    return np.unique(leader, return_inverse=True)[1].astype(np.int32)
+
+
+@entry
+def _match(order, part, g, seconds, here_s, most_s):
+    """Returns int64 [G], the partner of each vertex, -1 for none."""
+    weight, near, partner = np.zeros(len(part)), np.empty(len(part), dtype=np.int64), np.full(len(part), -1, dtype=np.int64)
+    nets = g.nets
+    for v in order:
+        if partner[v] >= 0:
+            continue
+        count = 0
+        for i in range(g.source_ptr[v], g.source_ptr[v + 1]):
+            net = g.source_nets[i]
+            readers = nets.pin_ptr[net + 1] - nets.pin_ptr[net]
+            if readers > WIDE:
+                continue
+            for j in range(nets.pin_ptr[net], nets.pin_ptr[net + 1]):
+                if weight[nets.pins[j]] == 0.0:
+                    near[count] = nets.pins[j]
+                    count += 1
+                weight[nets.pins[j]] += (seconds[net] + 1e-30) / readers
+        for i in range(g.reader_ptr[v], g.reader_ptr[v + 1]):
+            net = g.reader_nets[i]
+            readers = nets.pin_ptr[net + 1] - nets.pin_ptr[net]
+            if readers > WIDE:
+                continue
+            if weight[nets.source[net]] == 0.0:
+                near[count] = nets.source[net]
+                count += 1
+            weight[nets.source[net]] += (seconds[net] + 1e-30) / readers
+        best, heaviest = -1, 0.0
+        for i in range(count):
+            u = near[i]
+            if partner[u] < 0 and u != v and part[u] == part[v] and g.band[u] == g.band[v] and weight[u] > heaviest:
+                same = True  # a pair may sit wherever its members may
+                for d in range(g.time_s.shape[1]):
+                    same &= (g.time_s[u, d] < np.inf) == (g.time_s[v, d] < np.inf)
+                if same and here_s[u] + here_s[v] <= most_s:
+                    best, heaviest = u, weight[u]
+            weight[u] = 0.0
+        if best >= 0:
+            partner[v], partner[best] = best, v
+    return partner

@@ -12,13 +12,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.placement.common.groupgraph import finite_links, finite_mean, group_graph
 from rlplace.problem import FORWARD, Problem
+from rlplace.problem.contract import merged_edges
 from rlplace.problem.order import grouped
+
+
+class Edges(NamedTuple):
+    """Edges by source: those of node v are the entries from ``ptr[v]`` up to ``ptr[v + 1]``."""
+
+    ptr: Any  # int64 [V + 1]
+    node: Any  # int32 [E], where each edge ends
+    cost: Any  # float64 [E] seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,10 +68,10 @@ class NodeGraph:
         return len(self.group)
 
     @cached_property
-    def out(self) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float64]]:
-        """int64 [V + 1] offsets, int32 [E] targets and float64 [E] costs of the edges by source."""
+    def out(self) -> Edges:
+        """The edges by source."""
         ptr, edge = grouped(self.source, np.arange(len(self.source)), self.num_nodes)
-        return ptr, self.target[edge], self.cost_s[edge]
+        return Edges(ptr, self.target[edge], self.cost_s[edge])
 
     @cached_property
     def restricted(self) -> NDArray[np.bool_]:
@@ -83,70 +93,55 @@ def op_graph(problem: Problem, devices: Sequence[int]) -> NodeGraph:
     cost = latency + problem.tensor_bytes * inverse
     for number, matrix in problem.tensor_transfer_s.items():
         cost[number] = _mean_off_diagonal(matrix[np.ix_(devices, devices)])
-    order = np.concatenate([np.arange(ops, len(group)), problem.topological_order]).astype(np.int32)
     backward = np.zeros(len(group), dtype=bool)
     backward[:ops] = problem.op_phase > FORWARD
-    return _graph(problem, devices, group, time_s, order, maker[tensor], problem.consumers, cost[tensor], tensor, backward)
+    return _node_graph(
+        problem, devices, group=group, time_s=time_s, backward=backward,
+        order=np.concatenate([np.arange(ops, len(group)), problem.topological_order]).astype(np.int32),
+        source=maker[tensor], target=problem.consumers, cost_s=cost[tensor], parcel=tensor,
+    )  # fmt: skip
 
 
 def folded_graph(problem: Problem, devices: Sequence[int]) -> NodeGraph:
     """Returns one node per group, in the order in which the step first reaches them."""
-    graph = group_graph(problem)
-    latency, inverse = _mean_link(problem, devices)
-    cost = graph.edge_s(latency, inverse)
+    graph, groups = group_graph(problem), problem.num_groups
     position = np.argsort(graph.order)
-    first = np.where(position[graph.source] < position[graph.target], graph.source, graph.target).astype(np.int64)
-    last = graph.source.astype(np.int64) + graph.target - first
-    key, inverse_key = np.unique(first * problem.num_groups + last, return_inverse=True)
-    total = np.bincount(inverse_key, weights=cost, minlength=len(key))
-    source, target = key // max(problem.num_groups, 1), key % max(problem.num_groups, 1)
-    group = np.arange(problem.num_groups, dtype=np.int32)
-    backward = np.zeros(problem.num_groups, dtype=bool)
-    times = graph.time_s[:, list(devices)]
-    return _graph(problem, devices, group, times, graph.order, source, target, total, np.arange(len(key)), backward)
+    first = np.where(position[graph.source] < position[graph.target], graph.source, graph.target)
+    last = graph.source + graph.target - first
+    source, target, cost = merged_edges(first, last, groups, graph.edge_s(*_mean_link(problem, devices)))
+    return _node_graph(
+        problem, devices, group=np.arange(groups, dtype=np.int32), time_s=graph.time_s[:, list(devices)],
+        backward=np.zeros(groups, dtype=bool), order=graph.order, source=source, target=target, cost_s=cost,
+        parcel=np.arange(len(source)),
+    )  # fmt: skip
 
 
-def _graph(
-    problem: Problem,
-    devices: Sequence[int],
-    group: NDArray[np.int32],
-    time_s: NDArray[np.float64],
-    order: NDArray[np.int32],
-    source: NDArray,
-    target: NDArray,
-    cost: NDArray,
-    parcel: NDArray,
-    backward: NDArray[np.bool_],
-) -> NodeGraph:
+def _node_graph(
+    problem: Problem, devices: Sequence[int], *, group: NDArray[np.int32], time_s: NDArray[np.float64], source: NDArray[Any],
+    target: NDArray[Any], parcel: NDArray[Any], **fields: NDArray[Any],
+) -> NodeGraph:  # fmt: skip
+    """Adds weights, footprints and distances."""
     weight = finite_mean(time_s)
     heaviest = np.lexsort((-weight, group))
     kept = heaviest[np.searchsorted(group[heaviest], np.unique(group))]
     footprint = np.zeros(len(group))
     footprint[kept] = group_graph(problem).footprint_bytes[group[kept]]
+    latency, inverse = finite_links(problem)
+    pairs = np.ix_(devices, devices)
+    seconds = latency[pairs] + (float(problem.tensor_bytes.mean()) if problem.num_tensors else 0.0) * inverse[pairs]
+    mean, equal = _mean_off_diagonal(seconds), 1.0 - np.eye(len(seconds))
     return NodeGraph(
         devices=tuple(int(d) for d in devices),
         group=group,
         time_s=np.ascontiguousarray(time_s),
         weight_s=weight,
-        order=np.ascontiguousarray(order, dtype=np.int32),
         source=source.astype(np.int32),
         target=target.astype(np.int32),
-        cost_s=np.ascontiguousarray(cost, dtype=np.float64),
         parcel=parcel.astype(np.int64),
         footprint_bytes=footprint,
-        distance=_distance(problem, devices),
-        backward=backward,
+        distance=seconds / mean * equal if mean > 0 else equal,
+        **fields,
     )
-
-
-def _distance(problem: Problem, devices: Sequence[int]) -> NDArray[np.float64]:
-    latency, inverse = finite_links(problem)
-    pairs = np.ix_(devices, devices)
-    size = float(problem.tensor_bytes.mean()) if problem.num_tensors else 0.0
-    seconds = latency[pairs] + size * inverse[pairs]
-    mean = _mean_off_diagonal(seconds)
-    equal = 1.0 - np.eye(len(seconds))
-    return np.asarray(seconds / mean * equal if mean > 0 else equal, dtype=np.float64)
 
 
 def _mean_link(problem: Problem, devices: Sequence[int]) -> tuple[float, float]:

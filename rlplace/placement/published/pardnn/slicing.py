@@ -5,20 +5,10 @@ secondary clusters by following, from the most critical unvisited node on, the c
 O(K (V + E)).
 
 Nodes that may not go to every device in use stay out of primaries and become clusters of their own.
-
-Step 1b of ParDNN, LFLAM: primaries get a device each, secondaries go where their traffic is unless that unbalances the load.
-
-A secondary is looked at within its span, from the expected finish of the last parent of its first node to the expected start
-of the first child of its last node. Fenwick trees over levels (distinct expected starts) answer how much work each device, and
-no device yet, has in a span. Time O(V log^2 V) with a fixed number of devices.
-
-Locality: a cluster whose whole traffic is with one device (and, where communication dominates, one that has more than its
-share with one device) goes there if the work still open in the span can make up for it, if no imbalance appears or grows
-there, or if its traffic outweighs the work concerned. Repeated, because a mapped cluster settles the traffic of its neighbours.
-Load: what is left goes, by falling criticality, where work in the span plus traffic with all other devices is least, ties to
-the device of most traffic.
 """
 
+# Compiled functions take their types from their arguments.
+# mypy: disable-error-code="no-untyped-def, assignment"
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -26,7 +16,85 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.compiled import entry
 from rlplace.placement.published.pardnn.nodegraph import NodeGraph
+
+
+@entry
+def levels(order, weight, out, cluster):
+    """Returns float64 [V] top levels and float64 [V] bottom levels in seconds; `out` holds the `Edges`, of which those inside
+    a cluster (numbers from 0 up) cost nothing.
+    """
+    top, bottom = np.zeros(len(order)), np.zeros(len(order))
+    for node in order:
+        for k in range(out.ptr[node], out.ptr[node + 1]):
+            cost = 0.0 if cluster[node] >= 0 and cluster[node] == cluster[out.node[k]] else out.cost[k]
+            top[out.node[k]] = max(top[out.node[k]], top[node] + weight[node] + cost)
+    for i in range(len(order) - 1, -1, -1):
+        node = order[i]
+        longest = 0.0
+        for k in range(out.ptr[node], out.ptr[node + 1]):
+            cost = 0.0 if cluster[node] >= 0 and cluster[node] == cluster[out.node[k]] else out.cost[k]
+            longest = max(longest, cost + bottom[out.node[k]])
+        bottom[node] = weight[node] + longest
+    return top, bottom
+
+
+@entry
+def heaviest_paths(order, weight, out, barred, count, cluster):
+    """Numbers the nodes of the heaviest paths, each among the nodes that are left, from 0 up to `count`; returns how many.
+
+    barred: bool [V], nodes that stay out of paths. cluster: int32 [V], -1 everywhere.
+    """
+    num = len(order)
+    bottom, following = np.zeros(num), np.empty(num, dtype=np.int32)
+    for path in range(count):
+        start = -1
+        for i in range(num - 1, -1, -1):
+            node = order[i]
+            if barred[node] or cluster[node] >= 0:
+                continue
+            longest, next_node = 0.0, -1
+            for k in range(out.ptr[node], out.ptr[node + 1]):
+                child = out.node[k]
+                if barred[child] or cluster[child] >= 0:
+                    continue
+                # Among equally heavy children the one with the smallest number.
+                length = out.cost[k] + bottom[child]
+                if next_node < 0 or length > longest or (length == longest and child < next_node):
+                    longest, next_node = length, child
+            bottom[node], following[node] = weight[node] + longest, next_node
+            if start < 0 or bottom[node] > bottom[start] or (bottom[node] == bottom[start] and node < start):
+                start = node
+        if start < 0:
+            return path
+        while start >= 0:
+            cluster[start] = path
+            start = following[start]
+    return count
+
+
+@entry
+def greedy_paths(starts, out, barred, bottom, cluster, number):
+    """Cuts what is left into paths: from each start on to the unvisited child on the longest way to the end.
+
+    starts: int32 [V], nodes by falling priority. number: of the first path. Returns the number after the last one.
+    """
+    for node in starts:
+        if cluster[node] >= 0:
+            continue
+        alone = barred[node]
+        while node >= 0:
+            cluster[node] = number
+            longest, next_node = -1.0, -1
+            if not alone:
+                for k in range(out.ptr[node], out.ptr[node + 1]):
+                    child = out.node[k]
+                    if cluster[child] < 0 and not barred[child] and out.cost[k] + bottom[child] > longest:
+                        longest, next_node = out.cost[k] + bottom[child], child
+            node = next_node
+        number += 1
+    return number
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,26 +132,23 @@ def slice_graph(graph: NodeGraph, count: int | None = None, room_bytes: NDArray[
         count: K, the number of primaries; default the number of devices in use.
         room_bytes: float64 [K]; the part of a primary that does not fit goes to secondaries. Default: no limit.
     """
-    from rlplace.placement.published.pardnn import kernels
-
-    cluster, bottom = np.full(graph.num_nodes, -1, dtype=np.int32), np.zeros(graph.num_nodes)
-    barred = graph.restricted
+    cluster = np.full(graph.num_nodes, -1, dtype=np.int32)
     wanted = len(graph.devices) if count is None else count
-    primaries = int(kernels.heaviest_paths(graph.order, graph.weight_s, *graph.out, barred, wanted, cluster, bottom))
+    primaries = int(heaviest_paths(graph.order, graph.weight_s, graph.out, graph.restricted, wanted, cluster))
     if room_bytes is not None:
         for path in range(primaries):
             nodes = graph.order[cluster[graph.order] == path]
             cluster[nodes[np.cumsum(graph.footprint_bytes[nodes]) > room_bytes[path]]] = -1
-    top, bottom = node_levels(graph, cluster)
+    top, bottom = levels(graph.order, graph.weight_s, graph.out, cluster)
     # Most critical first; among equally critical nodes the first one, so that a path is not entered in its middle.
     starts = np.lexsort((np.arange(graph.num_nodes), top, -_rounded(top + bottom))).astype(np.int32)
-    number = int(kernels.greedy_paths(starts, *graph.out, barred, bottom, cluster, primaries))
+    number = int(greedy_paths(starts, graph.out, graph.restricted, bottom, cluster, primaries))
     return finish_clusters(graph, cluster, primaries, number)
 
 
 def finish_clusters(graph: NodeGraph, cluster: NDArray[np.int32], primaries: int, number: int) -> Clusters:
-    """Levels of a clustered graph, and its secondaries renumbered by criticality, the highest level of their nodes."""
-    top, bottom = node_levels(graph, cluster)
+    """Returns clusters whose secondaries are numbered by criticality, the highest level of their nodes."""
+    top, bottom = levels(graph.order, graph.weight_s, graph.out, cluster)
     level = _rounded(top + bottom)
     critical, first = np.zeros(number), np.full(number, np.inf)
     np.maximum.at(critical, cluster, level)
@@ -96,15 +161,6 @@ def finish_clusters(graph: NodeGraph, cluster: NDArray[np.int32], primaries: int
     member = np.lexsort((np.argsort(graph.order), cluster)).astype(np.int32)
     ptr = np.searchsorted(cluster[member], np.arange(number + 1)).astype(np.int64)
     return Clusters(cluster, primaries, ptr, member, top)
-
-
-def node_levels(graph: NodeGraph, cluster: NDArray[np.int32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns float64 [V] top levels and float64 [V] bottom levels in seconds, with edges inside clusters at no cost."""
-    from rlplace.placement.published.pardnn import kernels
-
-    top, bottom = np.zeros(graph.num_nodes), np.zeros(graph.num_nodes)
-    kernels.levels(graph.order, graph.weight_s, *graph.out, cluster, top, bottom)
-    return top, bottom
 
 
 def bind_groups(graph: NodeGraph, clusters: Clusters) -> Clusters:
@@ -153,93 +209,6 @@ def cut_long_primary(graph: NodeGraph, clusters: Clusters) -> Clusters:
 
 
 def _rounded(level_s: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Levels to nine digits of the highest one, so that sums in another order are still equal."""
+    """Returns levels to nine digits of the highest one, so that sums in another order are still equal."""
     scale = float(level_s.max(initial=0.0))
     return np.round(level_s / scale, 9) if scale > 0 else level_s
-
-
-HIGH_CCR = 10.0
-"""From this ratio of communication to computation on, a cluster with more than a K-th of its traffic at one device counts as
-local there."""
-
-
-def map_clusters(
-    graph: NodeGraph,
-    clusters: Clusters,
-    *,
-    work_share: float | None = 1.0,
-    room_bytes: NDArray[np.float64] | None = None,
-) -> NDArray[np.int32]:
-    """Maps clusters to devices.
-
-    Args:
-        graph: The graph; primary p goes to its p-th device.
-        clusters: Clusters by `rlplace.placement.published.pardnn.slicing.slice_graph`.
-        work_share: Weight of the work in the span beside traffic when load is balanced, above 0; the paper's rule is 1,
-            and less keeps together what exchanges much. None: instead of that work the cluster's own time counts, as far as
-            the device is busy in the span.
-        room_bytes: float64 [K], footprints that devices can take while others can; default no limit.
-
-    Returns:
-        int32 [S], index into the devices in use; -1 where there is none.
-    """
-    from rlplace.placement.published.pardnn import kernels
-
-    count, devices = clusters.num_clusters, len(graph.devices)
-    work = float(graph.weight_s.sum())
-    most_communicating = work > 0 and float(graph.cost_s.sum()) / work >= HIGH_CCR
-    ticks, level = np.unique(clusters.top_s, return_inverse=True)
-    span_start, span_end = (np.searchsorted(ticks, time) for time in spans(graph, clusters))
-    time_s = np.zeros((count, devices))
-    np.add.at(time_s, clusters.cluster, graph.time_s)
-    inside = (level >= span_start[clusters.cluster]) & (level < span_end[clusters.cluster])
-    own = np.bincount(clusters.cluster[inside], weights=graph.weight_s[inside], minlength=count)
-    device = np.full(count, -1, dtype=np.int32)
-    device[: clusters.primaries] = np.arange(clusters.primaries)
-    only = np.isfinite(time_s).sum(axis=1) == 1
-    device[only] = np.isfinite(time_s[only]).argmax(axis=1)
-    near_ptr, near, near_cost = cluster_graph(graph, clusters)
-    total = np.zeros(count)
-    np.add.at(total, near, near_cost)
-    room = np.full(devices, np.inf) if room_bytes is None else room_bytes.astype(np.float64)
-    size = np.bincount(clusters.cluster, weights=graph.footprint_bytes, minlength=count)
-    rounds = max(1, int(np.ceil(np.log2(max(graph.num_nodes, 2)))))
-    ends = np.append(ticks, float((clusters.top_s + graph.weight_s).max()))
-    kernels.map_clusters_kernel(
-        device, np.flatnonzero(device < 0).astype(np.int32), rounds, most_communicating, graph.distance,
-        -1.0 if work_share is None else work_share, ends, np.zeros((devices, len(ticks) + 1)), np.zeros(len(ticks) + 1),
-        span_start.astype(np.int64), span_end.astype(np.int64), time_s, own, total, np.zeros((count, devices)), room, size,
-        clusters.member_ptr, clusters.member, level.astype(np.int64), graph.time_s, graph.weight_s, near_ptr, near, near_cost,
-    )  # fmt: skip
-    return device
-
-
-def spans(graph: NodeGraph, clusters: Clusters) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns float64 [S] start and float64 [S] end of every cluster's span in seconds, as the module docstring defines it."""
-    finish = clusters.top_s + graph.weight_s
-    last_parent = np.zeros(graph.num_nodes)
-    np.maximum.at(last_parent, graph.target, finish[graph.source])
-    first_child = np.full(graph.num_nodes, float((finish).max(initial=0.0)))
-    np.minimum.at(first_child, graph.source, clusters.top_s[graph.target])
-    # Primaries may have lost all their nodes; what they get then is never looked at.
-    last = graph.num_nodes - 1
-    head, tail = clusters.member[np.minimum(clusters.member_ptr[:-1], last)], clusters.member[clusters.member_ptr[1:] - 1]
-    return last_parent[head], first_child[tail]
-
-
-def cluster_graph(graph: NodeGraph, clusters: Clusters) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float64]]:
-    """Traffic between clusters in both directions, by row; a tensor counts once per reading cluster.
-
-    Returns:
-        int64 [S + 1] offsets, int32 neighbours and float64 seconds.
-    """
-    source, target = clusters.cluster[graph.source].astype(np.int64), clusters.cluster[graph.target].astype(np.int64)
-    apart = np.flatnonzero(source != target)
-    count = clusters.num_clusters
-    _, first = np.unique(graph.parcel[apart] * count + target[apart], return_index=True)
-    edge = apart[first]
-    row = np.concatenate([source[edge], target[edge]])
-    column = np.concatenate([target[edge], source[edge]])
-    key, inverse = np.unique(row * count + column, return_inverse=True)
-    cost = np.bincount(inverse, weights=np.tile(graph.cost_s[edge], 2), minlength=len(key)).astype(np.float64)
-    return np.searchsorted(key // count, np.arange(count + 1)).astype(np.int64), (key % count).astype(np.int32), cost

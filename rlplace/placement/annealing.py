@@ -12,19 +12,26 @@ Departures: starts from `best` instead of at random and therefore cool; the fewe
 evenly over the budget, the search returns to the best assignment seen, which is also the answer, never worse than the start.
 """
 
+# Compiled functions take their types from their arguments.
+# mypy: disable-error-code="no-untyped-def, assignment"
 from __future__ import annotations
 
 import math
 import time
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlplace.compiled import entry, inner, stamp_of
 from rlplace.errors import InputError, show, whole_number
-from rlplace.placement.common.evaluate import Score, uncounted
-from rlplace.placement.search import MoveMaker, PlacementSearch
+from rlplace.placement.common import evaluate, movekernels
+from rlplace.placement.common.evaluate import Score, descent_s, objective_s, uncounted
+from rlplace.placement.common.movekernels import Tables, draw_move, draw_uniform
+from rlplace.placement.search import MoveMaker, PlacementSearch, search_planner
 from rlplace.problem.generate import random_problem
+from rlplace.simulator.fast import STAMP, simulate_plans
 
 COOLING = 0.01
 """End temperature relative to the start temperature."""
@@ -36,6 +43,11 @@ _CHUNK = 256
 """Simulations between two checks of the budget; fewer when they would take longer than `_CHUNK_S`."""
 
 _CHUNK_S = 0.01
+
+IDLE = 1000
+"""Draws in a row without a move after which nothing counts as movable."""
+
+_COOL_EVERY = 16  # simulations between two changes of the temperature
 
 
 @dataclass(frozen=True)
@@ -61,11 +73,80 @@ class AnnealingSettings:
         whole_number(self.returns, "annealing: returns")
 
 
-SETTINGS = AnnealingSettings
+class Walk(NamedTuple):
+    """State of the compiled loop."""
+
+    tables: Any  # `Tables` as a plain tuple
+    trial: Any  # int32 [G], what is simulated; `devices` when the loop begins and when it ends
+    state: Any  # uint64 [1], state of the random numbers
+    devices: Any  # int32 [G], the current assignment
+    best: Any  # int32 [G], the best assignment so far
+    score: Any  # float64 [4], step time and overflow of the current assignment and of the best one
+    groups: Any  # int32 [max(G, CLUSTER)], buffer for the groups of a move
+    targets: Any  # int32 [max(G, CLUSTER)], buffer for their devices
+
+
+_objective_s, _descent_s = inner(objective_s), inner(descent_s)
+
+
+def _compile(stamp):
+    @entry
+    def anneal(simulation, walk, calls, hot, cooling, progress, slope):
+        """Makes simulations, fewer when no move is found; returns how many.
+
+        Args:
+            simulation: Arguments of `fast.simulate_plans`; it simulates ``walk.trial``.
+            walk: A `Walk` as a plain tuple.
+            calls: Simulations to make.
+            hot: Start temperature relative to the best step time.
+            cooling: End temperature relative to `hot`.
+            progress: Share of the budget that is spent.
+            slope: Increase of `progress` with every simulation.
+        """
+        _ = stamp
+        tables, trial, state, devices, best, score, groups, targets = walk
+        t = Tables(*tables)
+        graph, work, ranks, position, rows, outcome, step_s, peak, busy_s = simulation
+        used, idle, temperature = 0, 0, 0.0
+        while used < calls and idle < IDLE:
+            count = draw_move(t, state, devices, groups, targets)
+            if count == 0:
+                idle += 1
+                continue
+            idle = 0
+            if used % _COOL_EVERY == 0:
+                temperature = hot * cooling ** min(1.0, progress + slope * used)
+            for i in range(count):
+                trial[groups[i]] = targets[i]
+            step, overflow = simulate_plans(graph, work, ranks, position, rows, outcome, step_s, peak, busy_s)
+            used += 1
+            if _objective_s(step, overflow) < _objective_s(score[2], score[3]):
+                best[:] = trial
+                score[2], score[3] = step, overflow
+            now, before = _descent_s(step, overflow), _descent_s(score[0], score[1])
+            taken = False
+            if now != np.inf:
+                taken = now <= before
+                scale = temperature * _descent_s(score[2], score[3])
+                if not taken and scale > 0.0:
+                    taken = draw_uniform(state) < np.exp((before - now) / scale)
+            if taken:
+                score[0], score[1] = step, overflow
+            for i in range(count):
+                if taken:
+                    devices[groups[i]] = targets[i]
+                else:
+                    trial[groups[i]] = devices[groups[i]]
+        return used
+
+    return anneal
+
+
+anneal = _compile(stamp_of(movekernels, evaluate) ^ STAMP)
 
 
 def default_temperature(calls: float, groups: int) -> float:
-    """Start temperature for a budget of calls, tuned on the validation split; see docs/planners.md."""
+    """Returns the start temperature for a budget of calls, tuned on the validation split; see docs/planners.md."""
     return min(0.02, 0.01 * (calls / (64 * groups)) ** 1.2)
 
 
@@ -75,13 +156,12 @@ def warm_up() -> None:
     problem = random_problem(0, 6, 3, memory_factor=1.0)
     with uncounted():
         search = PlacementSearch(problem, "annealing", [0] * 6, calls=2, time_limit_s=None)
-        spend(search, 0, AnnealingSettings())
+        annealing.spend(search, 0, AnnealingSettings())
 
 
-def spend(search: PlacementSearch, seed: int, settings: AnnealingSettings) -> None:
+@search_planner(AnnealingSettings, doc=__doc__, ready=warm_up)
+def annealing(search: PlacementSearch, seed: int, settings: AnnealingSettings) -> None:
     """Spends the search's budget; `seed` is the seed of the moves."""
-    from rlplace.placement.annealing.kernels import anneal
-
     moves = MoveMaker(search.evaluator.problem, seed)
     hot, cooling, returns = settings.start_temperature, settings.cooling, settings.returns
     groups = search.evaluator.problem.num_groups
@@ -91,7 +171,8 @@ def spend(search: PlacementSearch, seed: int, settings: AnnealingSettings) -> No
     score = np.array(
         [search.score.step_time_s, search.score.overflow, search.best_score.step_time_s, search.best_score.overflow]
     )
-    fixed = tuple(moves.tables), moves.state, search.assignment, best, score, moves.groups, moves.targets
+    tables, buffers = tuple(moves.tables), (moves.groups, moves.targets)
+    walk = tuple(Walk(tables, trial, moves.state, search.assignment, best, score, *buffers))
     budget = search.budget
     timed, unlimited = budget.end_s != math.inf, budget.calls == math.inf
     # With a time limit alone, the temperature falls within a chunk as fast as it fell in the one before.
@@ -108,7 +189,7 @@ def spend(search: PlacementSearch, seed: int, settings: AnnealingSettings) -> No
             hot = default_temperature(min(budget.calls, promised) if timed else budget.calls, groups)
         calls = int(min(chunk, budget.calls - budget.used))
         chunk_began_s = time.monotonic()
-        used = anneal(simulation, trial, *fixed, calls, hot, cooling, progress, slope)
+        used = anneal(simulation, walk, calls, hot, cooling, progress, slope)
         search.evaluator.count(used)
         calls_made += used
         if used < calls:

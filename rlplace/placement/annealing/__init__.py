@@ -1,1 +1,0 @@
-"""Simulated annealing from the floor, in one compiled loop."""

@@ -31,7 +31,7 @@ class ContractionGraph:
     def __init__(self, count: int, source: Sequence[int], target: Sequence[int], weight: Sequence[float]) -> None:
         self.successors: list[dict[int, float]] = [{} for _ in range(count)]
         self.predecessors: list[dict[int, float]] = [{} for _ in range(count)]
-        self._sets = UnionFind()
+        self._sets, self._live = UnionFind(), dict.fromkeys(range(count))
         for a, b, size in zip(source, target, weight, strict=True):
             self.successors[a][b] = size
             self.predecessors[b][a] = size
@@ -42,11 +42,11 @@ class ContractionGraph:
 
     def edges(self) -> list[tuple[int, int]]:
         """Returns all live edges, by source and order of first use."""
-        return [(a, b) for a in self.live() for b in self.successors[a]]
+        return [(a, b) for a in self._live for b in self.successors[a]]
 
     def live(self) -> list[int]:
         """Returns representatives, in ascending order."""
-        return [node for node in range(len(self.successors)) if self.find(node) == node]
+        return list(self._live)
 
     def contractible(self, a: int, b: int) -> bool:
         """Returns whether contracting the edge from a to b is safe."""
@@ -64,6 +64,7 @@ class ContractionGraph:
     def join(self, keep: int, gone: int) -> list[tuple[int, int]]:
         """Merges a live node into another; returns the edges that this may have made contractible."""
         self._sets.union(keep, gone)
+        del self._live[gone]
         fresh: list[tuple[int, int]] = []
         for forward, backward in ((self.successors, self.predecessors), (self.predecessors, self.successors)):
             forward[keep].pop(gone, None)
@@ -98,13 +99,19 @@ class ContractionGraph:
         """Returns a topological order of the live nodes that follows chains to their end before it turns to the next branch."""
         edges = np.array(self.edges(), dtype=np.int64).reshape(-1, 2)
         order, _ = topological_order(edges[:, 0], edges[:, 1], len(self.successors), depth_first=True)
-        return [node for node in order if self.find(node) == node]
+        return [node for node in order if node in self._live]
 
     def levels(self) -> dict[int, int]:
         """Returns the number of edges on the longest path to each live node."""
-        level: dict[int, int] = {}
-        for node in self.depth_first_order():
-            level[node] = max((level[before] + 1 for before in self.predecessors[node]), default=0)
+        missing = {node: len(self.predecessors[node]) for node in self._live}
+        order = [node for node, count in missing.items() if count == 0]
+        level = dict.fromkeys(order, 0)
+        for node in order:
+            for after in self.successors[node]:
+                level[after] = max(level.get(after, 0), level[node] + 1)
+                missing[after] -= 1
+                if missing[after] == 0:
+                    order.append(after)
         return level
 
     def joined_by_path(self, a: int, b: int, budget: int) -> tuple[bool, int]:

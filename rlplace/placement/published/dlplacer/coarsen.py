@@ -282,7 +282,7 @@ def _join_level(graph: _ShrinkingGraph, most_s: float) -> bool:
 
 
 def _forward_edges(problem: Problem) -> tuple[NDArray[Any], ...]:
-    """Returns sender, receiver and seconds of the traffic between groups in the forward pass, without edges against the order."""
+    """Returns sender, receiver and seconds of the forward traffic between groups, without edges against the order."""
     latency, inverse = mean_link(problem)
     tensor = problem.edge_tensor
     producer = problem.tensor_producer[tensor]

@@ -93,7 +93,7 @@ _SEPARATE = {log.Run: log.Ended, table._TargetEntry: curve.Curve}
 
 
 def pages() -> dict[str, str]:
-    """Markdown by file name.
+    """Writes the tables of all formats: Markdown by file name.
 
     Raises:
         ValueError: A field is not documented.
@@ -102,7 +102,7 @@ def pages() -> dict[str, str]:
 
 
 def _table(where: str, record: type) -> str:
-    """The fields of a record: key, value, meaning."""
+    """Lists the fields of a record: key, value, meaning."""
     meanings = {name: text for kind in reversed(record.__mro__) for name, text in _attributes(kind).items()}
     inherited = {field.name for field in types.type_info(_SEPARATE[record]).fields} if record in _SEPARATE else ()
     lines = [f"`{where}`\n" if where else "", "| key | value | meaning |", "|---|---|---|"]
@@ -118,7 +118,7 @@ def _table(where: str, record: type) -> str:
 
 
 def _attributes(record: type) -> dict[str, str]:
-    """Texts of the section Attributes of a docstring, by name."""
+    """Parses the section Attributes of a docstring: texts by name."""
     section = (inspect.getdoc(record) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
     return {
@@ -127,7 +127,7 @@ def _attributes(record: type) -> dict[str, str]:
 
 
 def words(kind: types.Type) -> str:
-    """A type in words."""
+    """Describes a type in words."""
     if isinstance(kind, types.LiteralType):
         return " or ".join(f"`{value}`" for value in kind.values)
     if isinstance(kind, types.UnionType):
@@ -147,7 +147,7 @@ def words(kind: types.Type) -> str:
 
 
 def _range(kind: types.IntType | types.FloatType) -> str:
-    """The bounds that mean something: larger ones keep arithmetic finite."""
+    """Describes the bounds of a number, without those that only keep arithmetic finite."""
     low = kind.ge if kind.ge is not None else kind.gt
     high = kind.le if kind.le is not None else kind.lt
     low, high = (None if end is None or abs(end) > 1e5 else end for end in (low, high))
@@ -156,7 +156,7 @@ def _range(kind: types.IntType | types.FloatType) -> str:
 
 
 def _default(field: types.Field) -> str:
-    """What a missing key means."""
+    """Describes the default of a missing key."""
     value = field.default if field.default is not NODEFAULT else field.default_factory()
     if value is None or (hasattr(value, "__len__") and len(value) == 0):
         return "optional"

@@ -25,18 +25,18 @@ def write_pages(app):
 
 
 def _environment(identifier, environment):
-    """The docstring of the class: its headings are the same for all environments, as in gymnasium's own documentation."""
+    """Writes the docstring of the class: its headings are the same for all environments, as in gymnasium's documentation."""
     return f'# {identifier}\n\n`gymnasium.make("{identifier}", problems=[...])`\n\n{inspect.getdoc(environment)}\n'
 
 
 def _verbs():
-    """What `rlplace VERB --help` prints, a section a verb."""
+    """Writes the output of `rlplace VERB --help`, a section a verb."""
     (verbs,) = [action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
     sections = [f"## rlplace {name}\n\n```text\n{verb.format_help().rstrip()}\n```\n" for name, verb in verbs.choices.items()]
     return "\n".join(sections)
 
 
 def setup(app):
-    """Sphinx calls this."""
+    """Connects the writer to Sphinx, which calls this."""
     app.connect("builder-inited", write_pages)
     return {"parallel_read_safe": True}

@@ -14,29 +14,23 @@ processes runs all cells of a model; where a cell fails or hangs, the rest run i
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
-import logging
-import multiprocessing
 import sys
-import tempfile
-import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from fnmatch import fnmatch
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.equality_models import BATCH, KINDS, batch_of, build
+from benchmarks.groups import run_jobs
+from benchmarks.harness import ROOT, Row, add_row, arguments, markdown, one_thread, read_rows, write_rows
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.state.whole import own_part
@@ -48,7 +42,7 @@ TIMES = (1, 1, 2)
 """How often each step runs the batch before its optimizer's step."""
 
 ROWS = Path(__file__).with_suffix(".jsonl")
-PAGE = Path(__file__).parents[1] / "benchmarks/EQUALITY.md"
+PAGE = ROOT / "benchmarks/EQUALITY.md"
 MOST = {"loss": 1e-12, "gradient": 1e-9, "norm": 1e-9, "trained": 1e-8}
 """Differences that count as equal."""
 
@@ -61,7 +55,6 @@ FEW = (
 )  # fmt: skip
 """Cells of the tests."""
 
-Cells = Mapping[tuple[str, str], dict[str, Any]]
 Plan = Callable[[Sequence[str]], dict[str, Any]]
 HOW = ("", "full", "selective")
 
@@ -111,7 +104,7 @@ def _strategy(stages: list[Any], mesh: Mapping[str, int], microbatch: int, sched
 
 
 def plans() -> Iterator[tuple[str, str, Plan]]:
-    """Column of the table, recomputation or offload, and what makes the strategy from a model's blocks."""
+    """Yields column of the table, recomputation or offload, and what makes the strategy from a model's blocks."""
     pair, both = {"shard": 2}, {"shard": 2, "tensor": 2}
     copies, four = {"replicate": 2}, {"replicate": 2, "shard": 4}
     for how in HOW:
@@ -136,7 +129,7 @@ def plans() -> Iterator[tuple[str, str, Plan]]:
 
 
 def cells(kind: str) -> dict[str, dict[str, Any]]:
-    """The strategies of a model by name."""
+    """Makes the strategies of a model by name."""
     blocks = _blocks(kind)
     return {f"{column}|{how}": plan(blocks) for column, how, plan in plans()}
 
@@ -167,6 +160,7 @@ def _plain(kind: str, model: nn.Module) -> dict[str, Any]:
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Copies the gradients of a model by name."""
     named = model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else model.named_parameters()
     return {name: value.grad.clone() for name, value in named if value.grad is not None}
 
@@ -177,7 +171,7 @@ def _values(model: Any) -> dict[str, torch.Tensor]:
 
 
 def difference(own: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], floor: float) -> float:
-    """Largest over what this process holds, relative to the largest element of a tensor, or to `floor` where that is more."""
+    """Finds the largest difference here, relative to the largest element of a tensor, or to `floor` where that is more."""
     if missing := own.keys() - wanted.keys():
         raise AssertionError(f"the plain model has no {sorted(missing)[:3]}")
     largest = 0.0
@@ -218,122 +212,140 @@ def _run(kind: str, model: nn.Module, data: Mapping[str, Any], plain: Mapping[st
     return found | {"trained": difference(_values(native), plain["trained"], RATE)}
 
 
-def _worker(
-    rank: int, folder: str, models: Mapping[str, nn.Module], todo: Cells, plain: Any, limit_s: float, device: str
-) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    store = f"file://{folder}/store"
-    backend = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(backend, store, timedelta(seconds=limit_s), world_size=PROCESSES, rank=rank)
-    for number, ((kind, _), data) in enumerate(todo.items()):
-        found: dict[str, Any]
-        try:
-            found = _run(kind, copy.deepcopy(models[kind]), data, plain[kind], device)
-        except Exception as error:
-            found = {"failed": f"{type(error).__name__}: {str(error)[:300]}", "where": traceback.format_exc()}
-        path = Path(folder, f"{rank}.{number}")
-        path.with_suffix(".part").write_text(json.dumps(found))
-        path.with_suffix(".part").rename(path)
-        if "failed" in found:
-            time.sleep(limit_s)  # until it is ended
-        dist.barrier()
-
-
-def run_cells(todo: Cells, limit_s: float = 1200.0, device: str = "cpu") -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
-    """Runs cells; yields model and name of each with its figures, ``refused`` or ``failed``."""
-    left, models = dict(todo), {kind: build(kind) for kind, _ in todo}
+def run_cells(
+    todo: Mapping[tuple[str, str], dict[str, Any]], limit_s: float = 1200.0, device: str = "cpu"
+) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
+    """Runs cells in launches of eight processes; yields model and name of each with its figures, ``refused`` or ``failed``."""
+    models = {kind: build(kind) for kind, _ in todo}
     plain = {kind: _plain(kind, copy.deepcopy(model)) for kind, model in models.items()}
-    context = multiprocessing.get_context("fork")
-    while left:
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = (folder, models, dict(left), plain, limit_s, device)
-            processes = [context.Process(target=_worker, args=(rank, *arguments)) for rank in range(PROCESSES)]
-            for process in processes:
-                process.start()
-            found: dict[str, Any] = {}
-            try:
-                for number, key in enumerate(list(left)):
-                    found = _collect(folder, number, limit_s)
-                    yield key, found
-                    del left[key]
-                    if "failed" in found:
-                        break
-            finally:
-                for process in processes:
-                    process.join(0 if "failed" in found else 10)
-                    process.kill()
-                    process.join()
 
+    def work(key: tuple[str, str]) -> dict[str, Any]:
+        kind = key[0]
+        return _run(kind, copy.deepcopy(models[kind]), todo[key], plain[kind], device)
 
-def _collect(folder: str, number: int, limit_s: float) -> dict[str, Any]:
-    """What all processes found of one cell, the largest of each figure."""
-    paths, end = [Path(folder, f"{rank}.{number}") for rank in range(PROCESSES)], time.monotonic() + limit_s
-    while time.monotonic() < end:
-        here = [json.loads(path.read_text()) for path in paths if path.exists()]
-        bad = [found for found in here if "failed" in found]
-        if bad or len(here) == PROCESSES:
-            refused = [found for found in here if "refused" in found]
-            return (bad or refused or [{key: max(found[key] for found in here) for key in here[0]}])[0]
-        time.sleep(0.02)
-    return {"failed": f"nothing after {limit_s:.0f} s"}
+    backend = "gloo" if device == "cpu" else "nccl"
+    for key, found in zip(todo, run_jobs(work, list(todo), PROCESSES, limit_s, backend=backend), strict=True):
+        wrong = next((one for one in found if "error" in one), None)
+        refused = next((one for one in found if "refused" in one and "error" not in one), None)
+        if wrong is not None:
+            yield key, {"failed": f"{wrong['error']}: {wrong['line']}", "where": wrong.get("trace", "")}
+        else:
+            yield key, refused or {figure: max(one[figure] for one in found) for figure in found[0]}
 
 
 def holds(row: Mapping[str, Any]) -> bool:
-    """Whether a cell equals the plain model."""
+    """Says whether a cell equals the plain model."""
     return all(row.get(figure, float("inf")) <= most for figure, most in MOST.items())
 
 
-def rows() -> list[dict[str, Any]]:
-    """What was found last, by model and cell."""
-    lines = ROWS.read_text().splitlines() if ROWS.exists() else []
-    found = {(row["kind"], row["cell"]): row for row in map(json.loads, lines)}
+def rows() -> list[Row]:
+    """Reads what was found last, by model and cell."""
+    found = {(row["kind"], row["cell"]): row for row in read_rows(ROWS)}
     order = [(kind, f"{column}|{how}") for kind in KINDS for column, how, _ in plans()]
     return [found[key] for key in order if key in found]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
-    parser.add_argument("--cells", nargs="+", default=["*"], help="patterns of names, such as 'PP*|full'")
-    parser.add_argument("--missing", action="store_true", help="only cells without a row that holds or is refused")
-    parser.add_argument("--few", action="store_true", help="the cells of the tests; no row is kept")
-    parser.add_argument("--table", action="store_true")
-    chosen = parser.parse_args()
-    if chosen.table:
-        from benchmarks.equality_table import page
+_HEAD = """# Equal to the plain model
 
-        ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows()))
-        PAGE.write_text(page(rows()))
-        return 0
-    torch.set_num_threads(1)
-    if chosen.few:
-        by_kind = {kind: cells(kind) for kind, _ in FEW}
-        return _report(run_cells({(kind, name): by_kind[kind][name] for kind, name in FEW}), None)
-    for kind in chosen.kinds:
-        todo = {n: d for n, d in cells(kind).items() if any(fnmatch(n, pattern) for pattern in chosen.cells)}
-        if chosen.missing:
-            done = {row["cell"] for row in rows() if row["kind"] == kind and (holds(row) or "refused" in row)}
-            todo = {name: data for name, data in todo.items() if name not in done}
-        _report(run_cells({(kind, name): data for name, data in todo.items()}), ROWS)
-    return 0
+{kinds} kinds of models of four blocks run under strategies of every kind on eight processes with gloo, in double precision,
+and are compared with the plain model: loss and gradients of the first step, parameters and buffers after three steps of AdamW.
+In {clipped} cells the third step also accumulates two gradients and clips them. `python -m benchmarks.equality` runs it
+(`--missing` runs the cells left, `--table` writes this page); rows are in `benchmarks/equality.jsonl`.
+
+A figure is the largest difference of a gradient / a trained parameter or buffer, relative to the largest element of its tensor;
+gradients that are nothing but rounding are compared with 1e-8 of the model's largest, what they train with the learning rate.
+Losses and norms differ by {least:.0e} at most. bert, gpt2, opt, qwen2, distilbert and t5 have tied weights; resnet has
+GroupNorm ([why](../docs/runtime.md#what-is-refused)); there is no dropout; a batch is eight samples of eight positions.
+
+{summary}
+
+Strategies: `replicate` 8 copies; `FSDP` 8 shares, by level; `hybrid` 2 copies of 4 shares, level 1 plain, else 3; `TP` groups
+of 4, 2 copies; `TP+SP` groups of 2, 4 copies; `TP+SP+FSDP` groups of 2, 4 shares, level 3; `PP gpipe`, `PP 1f1b` 4 stages, 2
+copies; `PP zbv`, `PP interleaved` 4 stages on 2 places, 4 copies; `PP+FSDP` 4 stages of 2 shares; `PP zbv+FSDP` 4 stages on 2
+places of 4 shares; `PP+TP+FSDP` 2 stages, groups of 2, 2 shares; `PP zbv+TP+SP` 4 stages on 2 places, groups of 2, 2 copies. An
+empty cell has not been run.
+"""
 
 
-def _report(results: Iterator[tuple[tuple[str, str], dict[str, Any]]], path: Path | None) -> int:
-    """Prints rows, and adds them to a file; returns how many do not hold, those refused too."""
+def page(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Makes the page of the docs."""
+    refused = [row for row in rows if "refused" in row]
+    wrong = [f"{row['kind']} {row['cell']}" for row in rows if "failed" in row]
+    run = [row for row in rows if "loss" in row]
+    summary = (
+        f"{len(rows)} cells: {len(run)} equal, {len(refused)} refused ({len(refused) / len(rows):.0%}), {len(wrong)} failed. "
+        f"Largest difference of a gradient {max(row['gradient'] for row in run):.0e}, "
+        f"of what was trained {max(row['trained'] for row in run):.0e}. torch {rows[0]['torch'].partition('+')[0]}."
+    )
+    least, clipped = max(max(row["loss"], row.get("norm", 0.0)) for row in run), sum("norm" in row for row in run)
+    parts = [_HEAD.format(least=least, clipped=clipped, kinds=len({row["kind"] for row in rows}), summary=summary)]
+    reasons = list(dict.fromkeys(_short(row["refused"]) for row in refused))
+    for title, hows in (("Plain", ("",)), ("Recomputed: full", ("full",)), ("Recomputed: selective", ("selective",)),
+                        ("In host memory", ("offload",))):  # fmt: skip
+        if shown := [row for row in rows if row["cell"].rpartition("|")[2] in hows]:
+            parts.append(_table(title, shown, reasons))
+    parts.append("## Refused\n\n" + "\n".join(f"{n}. {reason}." for n, reason in enumerate(reasons, 1)) + "\n")
+    return "\n".join(parts)
+
+
+def _table(title: str, rows: Sequence[Mapping[str, Any]], reasons: Sequence[str]) -> str:
+    columns = list(dict.fromkeys(row["cell"].partition("|")[0] for row in rows))
+    found = {(row["kind"], row["cell"].partition("|")[0]): row for row in rows}
+    kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in rows)]
+    lines = [[column, *(_cell(found.get((kind, column)), reasons) for kind in kinds)] for column in columns]
+    return f"## {title}\n\n" + markdown(["", *kinds], lines, right=True).replace("|  |", "| |", 1) + "\n"
+
+
+def _cell(row: Mapping[str, Any] | None, reasons: Sequence[str]) -> str:
+    if row is None:
+        return ""
+    if "refused" in row:
+        return f"refused ({reasons.index(_short(row['refused'])) + 1})"
+    return "failed" if "failed" in row else f"{row['gradient']:.0e} / {row['trained']:.0e}"
+
+
+def _short(reason: str) -> str:
+    return reason.replace("model.decoder.layers.0", "0").replace("model.layers.0", "0").replace("encoder.block.0", "0")
+
+
+def report(results: Iterator[tuple[tuple[str, str], dict[str, Any]]], keep: Callable[[Row], object]) -> int:
+    """Prints and keeps rows; returns how many do not hold, those refused too."""
     wrong = 0
     for (kind, name), found in results:
+        where = found.pop("where", "")
         row = {"kind": kind, "cell": name, "torch": torch.__version__, **found}
-        where = row.pop("where", "")
-        if path is not None:
-            with path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        keep(row)
         print(json.dumps(row), flush=True)
         wrong += not holds(row)
         if not holds(row) and "refused" not in row:
             print(f"does not hold: {kind} {name}\n{where}", file=sys.stderr, flush=True)
     return wrong
+
+
+def main() -> int:
+    """Runs cells, or writes the page; the exit code."""
+    chosen = arguments(
+        __doc__,
+        kinds=(tuple(KINDS), "models", KINDS),
+        cells=(("*",), "patterns of names, such as 'PP*|full'"),
+        missing="only cells without a row that holds or is refused",
+        few="the cells of the tests; no row is kept",
+        table="write the page from the rows",
+    )
+    if chosen.table:
+        write_rows(ROWS, rows())
+        PAGE.write_text(page(rows()))
+        return 0
+    one_thread()
+    if chosen.few:
+        by_kind = {kind: cells(kind) for kind, _ in FEW}
+        return report(run_cells({(kind, name): by_kind[kind][name] for kind, name in FEW}), lambda row: None)
+    for kind in chosen.kinds:
+        todo = {n: d for n, d in cells(kind).items() if any(fnmatch(n, pattern) for pattern in chosen.cells)}
+        done = {row["cell"] for row in rows() if row["kind"] == kind and (holds(row) or "refused" in row)}
+        todo = {name: data for name, data in todo.items() if not chosen.missing or name not in done}
+        report(run_cells({(kind, name): data for name, data in todo.items()}), partial(add_row, ROWS))
+    return 0
 
 
 if __name__ == "__main__":

@@ -11,20 +11,15 @@ applied, whose loss and gradients must be those of the plain model. Each type ru
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import logging
 import math
-import multiprocessing
 import re
 import resource
 import signal
-import sys
 import time
 import warnings
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +27,14 @@ import torch
 from torch import nn
 
 import rlplace
-from benchmarks.types_table import STEPS, page, summary
+from benchmarks.harness import ROOT, Row, add_row, apart, arguments, one_thread, read_rows
 from rlplace.errors import MissingError, RlplaceError
 from rlplace.model.capture.capture import capture
 from rlplace.model.zoo import LoadedModel, load_model
 
 ROWS = Path(__file__).with_suffix(".rows.jsonl")
-PAGE = Path(__file__).parents[1] / "docs/model-types.md"
+STEPS = ("trained", "captured", "placed", "equal")
+PAGE = ROOT / "docs/model-types.md"
 LIMIT_S, TRY_S, BATCH, LONG, MOST = 60, 8, 2, 16, 100_000_000
 """Seconds of a type; samples and positions; parameters that are still built with values."""
 
@@ -81,12 +77,12 @@ WIDE = (
 
 
 def widths(width: int) -> dict[str, int]:
-    """Options that set widths; four heads of a quarter each."""
+    """Makes options that set widths; four heads of a quarter each."""
     return dict.fromkeys(WIDE, width) | {"head_dim": width // 4, "d_kv": width // 4}
 
 
 def sizes(config: Any, less: dict[str, int], prefix: str = "") -> Iterator[str]:
-    """Options that make a configuration, and those inside it, smaller."""
+    """Yields options that make a configuration, and those inside it, smaller."""
     from rlplace.model.zoo.transformers import _parts
 
     most = less.get("vocab_size")
@@ -108,7 +104,7 @@ SPECIAL: dict[str, int] = {}
 
 
 def models(kind: str) -> Iterator[str]:
-    """MODEL texts of a type, the smallest first."""
+    """Yields MODEL texts of a type, the smallest first."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if kind in OWN:
@@ -142,7 +138,7 @@ def without_dropout(module: nn.Module) -> None:
 
 
 def step(module: nn.Module, model: LoadedModel) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients."""
+    """Computes loss and gradients."""
     torch.manual_seed(0)
     output = module(**model.example_inputs)
     loss = output.loss if model.loss is None else model.loss(output)
@@ -151,7 +147,7 @@ def step(module: nn.Module, model: LoadedModel) -> tuple[float, dict[str, torch.
 
 
 def trained(kind: str) -> tuple[LoadedModel, tuple[float, dict[str, torch.Tensor]]]:
-    """The smallest model of a type that trains a step, and its loss and gradients."""
+    """Finds the smallest model of a type that trains a step, and its loss and gradients."""
     first: Exception | None = None
     signal.signal(signal.SIGPROF, _too_long)
     for text in models(kind):
@@ -182,7 +178,7 @@ def _too_long(number: int, frame: Any) -> None:
 
 
 def difference(found: Any, wanted: Any) -> float:
-    """The largest of loss and gradients, each relative to its largest element, or to a millionth of the largest of all."""
+    """Finds the largest difference of loss and gradients, relative to the largest element of each."""
     if found[1].keys() != wanted[1].keys():
         raise AssertionError(f"gradients of {len(found[1])} parameters, not of {len(wanted[1])}")
     floor = 1e-6 * max(float(g.abs().max()) for g in wanted[1].values() if g.numel())
@@ -194,12 +190,12 @@ def difference(found: Any, wanted: Any) -> float:
     return largest
 
 
-def look(kind: str, steps: int, answer: Connection) -> None:
-    """Says how far a type gets, and what ended it."""
+def look(kind: str, steps: int) -> Row:
+    """Finds how far a type gets, and what ended it."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
-    row: dict[str, Any] = {"type": kind, "reached": ""}
+    row: Row = {"type": kind, "reached": ""}
     begin = time.process_time()
     try:
         model, wanted = trained(kind)
@@ -208,11 +204,11 @@ def look(kind: str, steps: int, answer: Connection) -> None:
             follow(model, wanted, row)
     except Exception as error:
         row["why"] = reason(error)
-    answer.send({**row, "cpu_s": round(time.process_time() - begin, 1)})
+    return {**row, "cpu_s": round(time.process_time() - begin, 1)}
 
 
 def follow(model: LoadedModel, wanted: Any, row: dict[str, Any]) -> None:
-    """The later steps, each entered into the row."""
+    """Runs the later steps, each entered into the row."""
     graph = capture(model.module, model.example_inputs, loss=model.loss)
     row |= {"reached": "captured", "method": graph.capture["method"], "ops": graph.num_ops}
     rlplace.place(graph, CLUSTER, batch=SAMPLES, calls=CALLS, time_limit_s=None)
@@ -228,58 +224,93 @@ def follow(model: LoadedModel, wanted: Any, row: dict[str, Any]) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """One line."""
+    """Makes one line of an error."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     text = re.sub(r"/\S*/site-packages/", "", text)  # no paths of this machine
     return (text if isinstance(error, RlplaceError) else f"{type(error).__name__}: {text}")[:300]
 
 
-def ask(context: Any, kind: str, steps: int) -> dict[str, Any]:
-    """The row of a type, from a process of its own."""
-    mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=look, args=(kind, steps, theirs))
-    process.start()
-    theirs.close()
-    try:
-        return mine.recv() if mine.poll(LIMIT_S) else {"type": kind, "reached": "", "why": f"takes more than {LIMIT_S} s"}
-    except EOFError:
-        return {"type": kind, "reached": "", "why": "its process ended"}
-    finally:
-        process.kill()
-        process.join()
+def read() -> dict[str, Row]:
+    """Reads the newest row of each type."""
+    return {row["type"]: row for row in read_rows(ROWS)}
 
 
-def read(path: Path) -> dict[str, dict[str, Any]]:
-    """The newest row of each type."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {row["type"]: row for row in map(json.loads, lines)}
+WAYS = {"shares": "that share parameters", "stages": "as two stages"}
+"""Of `benchmarks/types_runs.py`, by their names."""
+
+_HEAD = """# Model types of transformers
+
+After this page you know which `hf:` models can be planned as they come, and on what data they are trained.
+
+`hf:TYPE` builds every model type of the transformers library that has a head or a base model in its tables, from its
+configuration with random weights, with inputs that are made up:
+
+| its head | what it is trained towards |
+|---|---|
+| speech to text, sequence to sequence, masked words, next word, image and text | random words |
+| images, videos, sounds, single words, pixels | random classes |
+| two towers (clip, siglip, ...) | its own contrastive loss |
+| all others: frames of speech, boxes, masks, depth, base models and their parts | outputs of zero (a mean square) |
+
+Losses that match by value, as those of boxes do, run on the processor beside the step and are left out. Image-and-text models
+are given words alone unless their forward demands images, so that the tower of images has no gradient. Options reach into the
+configurations that one holds: `hf:llava,text_config.num_hidden_layers=2`; `hf:detr,backbone_config.model_type=resnet` makes one
+another type (detr's own backbone needs timm). Other batches come from a function of yours, `file.py:function`.
+
+`python -m benchmarks.types` tried the {known} types of transformers {version}: each shrunk to two layers of little width,
+trained a step on a CPU with dropout off, captured, planned as a whole strategy for two A100s; a placement that spreads its ops
+over two devices was applied. `python -m benchmarks.types_runs` ran plans over two processes: parameters in shares (FSDP), and a
+pipeline of two stages. {summary}
+
+Each type with its class, its MODEL text, what it reached and the reason where it stopped is a line of
+`benchmarks/types.rows.jsonl`; `python -m benchmarks.types --table` writes this page from them.
+"""
+
+
+def summary(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Counts how many types get how far."""
+    rows = list(rows)
+    counts = [sum(row["reached"] in STEPS[at:] for row in rows) for at in range(len(STEPS))]
+    names = ("train", "are captured", "are placed", "run their placement with equal loss and gradients")
+    counts += [sum(_equal(row, way) for row in rows) for way in WAYS]
+    names += tuple(f"run over two processes {text} with equal loss and gradients" for text in WAYS.values())
+    counts.append(sum(any(_equal(row, way) for way in WAYS) for row in rows))
+    names += ("in one of these ways",)
+    shares = (f"{n} {name} ({n / max(1, counts[0]):.1%})" for name, n in zip(names[1:], counts[1:], strict=True))
+    return f"Of {len(rows)} types that were tried {counts[0]} train; of these " + ", ".join(shares) + "."
+
+
+def _equal(row: Mapping[str, Any], way: str) -> bool:
+    """Says whether a type ran over two processes like this; a reason is a text."""
+    return isinstance(row.get("runs", {}).get(way), float)
+
+
+def page(rows: Mapping[str, Mapping[str, Any]], known: int, version: str) -> str:
+    """Makes the page."""
+    return _HEAD.format(known=known, version=version, summary=summary(rows.values()))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*")
-    parser.add_argument("--steps", type=int, default=len(STEPS), help="1: only whether it trains")
-    parser.add_argument("--table", action="store_true", help="only write the page of the docs")
-    parser.add_argument("--rows", type=Path, default=ROWS, help="file of rows, which a run adds to")
-    options = parser.parse_args()
+    """Tries types, each in a process of its own, or writes the page."""
+    options = arguments(
+        __doc__, "types", steps=(len(STEPS), "1: only whether it trains"), table="only write the page of the docs"
+    )
     import transformers
     from transformers.models.auto import modeling_auto  # noqa: F401
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    rows = read(options.rows)
+    rows = read()
     if options.table:
         PAGE.write_text(page(rows, len(CONFIG_MAPPING_NAMES), transformers.__version__))
         return
     load_model("hf:gpt2,n_layer=1")  # imports take longer than a step may
     warm, _ = trained("gpt2")  # what it loads, all others find loaded
     follow(warm, step(copy.deepcopy(warm.module), warm), {})
-    context = multiprocessing.get_context("fork")
-    torch.set_num_threads(1)
+    one_thread()
     for kind in options.types or [kind for kind in CONFIG_MAPPING_NAMES if kind not in rows]:
-        rows[kind] = ask(context, kind, options.steps)
-        with options.rows.open("a") as file:
-            print(json.dumps(rows[kind]), file=file)
-        print(json.dumps(rows[kind]), file=sys.stderr, flush=True)
+        lost = {"type": kind, "reached": ""}
+        row = apart(look, kind, options.steps, limit_s=LIMIT_S, lost=lambda why, lost=lost: {**lost, "why": why})
+        rows[kind] = add_row(ROWS, row)
     print(summary(rows.values()))
 
 

@@ -11,11 +11,10 @@ the same start, so that all see the same number of plans.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.callbacks import BaseCallback
 
+from benchmarks.harness import ROOT, Row, arguments, geometric, markdown, read_rows, write_rows
 from benchmarks.lns import lns
 from rlplace.agents.checkpoint import versions
 from rlplace.agents.policy import PlacerPolicy, PlacerVecEnv, UnmaskedPlacerPolicy
@@ -38,7 +38,6 @@ from rlplace.errors import InfeasibleError
 from rlplace.placement import get_planner
 from rlplace.problem.generate import random_problem
 
-ROOT = Path(__file__).resolve().parents[1]
 ZOO, ROWS, PAGE = ROOT / "agents" / "zoo", Path(__file__).with_suffix(".rows.jsonl"), ROOT / "docs" / "agent" / "baselines.md"
 ALGORITHMS: dict[str, Any] = {"maskable_ppo": MaskablePPO, "ppo": PPO, "a2c": A2C, "dqn": DQN}
 POLICIES: dict[str, Any] = {"PlacerPolicy": PlacerPolicy, "UnmaskedPlacerPolicy": UnmaskedPlacerPolicy}
@@ -160,44 +159,37 @@ def trained(algo: str, env: str, seed: int) -> tuple[list[float], dict[str, Any]
     return over, facts
 
 
-def rows() -> list[dict[str, Any]]:
-    """The rows of the file."""
-    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
-
-
 def measure(algos: list[str], envs: list[str], seeds: list[int], again: bool) -> None:
     """Makes the rows that are missing, or all that are named."""
     for env in envs:
         learned_here = [algo for algo in ALGORITHMS if env in yaml.safe_load((ZOO / f"{algo}.yml").read_text())]
-        for method in (*CLASSICAL[env], *learned_here):
-            for seed in seeds:
-                learned = method in ALGORITHMS
-                if (learned and method not in algos) or (method in ("heft", "m_etf", "best") and seed):
-                    continue
-                kept = [row for row in rows() if (row["env"], row["method"], row["seed"]) != (env, method, seed)]
-                if len(kept) < len(rows()) and not (again and learned):
-                    continue
-                rng, facts = np.random.default_rng(seed), {}
-                if learned:
-                    over, facts = trained(method, env, seed)
-                elif method == "random play":
-                    over = played(env, lambda seen, mask, rng=rng: int(rng.choice(np.flatnonzero(mask))))
-                else:
-                    over = searched(env, method, seed)
-                numbers = [None if value == np.inf else round(value, 6) for value in over]
-                row = {"env": env, "method": method, "seed": seed, "over": numbers, **facts}
-                ROWS.write_text("".join(json.dumps(one) + "\n" for one in [*kept, row]))
-                print(env, method, seed, f"{mean(numbers):.4f}", facts.get("seconds", ""), flush=True)
+        for method, seed in product((*CLASSICAL[env], *learned_here), seeds):
+            learned, rows = method in ALGORITHMS, read_rows(ROWS)
+            if (learned and method not in algos) or (method in ("heft", "m_etf", "best") and seed):
+                continue
+            kept = [row for row in rows if (row["env"], row["method"], row["seed"]) != (env, method, seed)]
+            if len(kept) < len(rows) and not (again and learned):
+                continue
+            rng, facts = np.random.default_rng(seed), {}
+            if learned:
+                over, facts = trained(method, env, seed)
+            elif method == "random play":
+                over = played(env, lambda seen, mask, rng=rng: int(rng.choice(np.flatnonzero(mask))))
+            else:
+                over = searched(env, method, seed)
+            numbers = [None if value == np.inf else round(value, 6) for value in over]
+            write_rows(ROWS, [*kept, {"env": env, "method": method, "seed": seed, "over": numbers, **facts}])
+            print(env, method, seed, f"{mean(numbers):.4f}", facts.get("seconds", ""), flush=True)
 
 
 def mean(over: list[float | None]) -> float:
-    """Geometric mean of plans that fit."""
-    return float(np.exp(np.mean(np.log([value for value in over if value is not None]))))
+    """Takes the geometric mean of plans that fit."""
+    return geometric([value for value in over if value is not None])
 
 
 def table() -> str:
-    """The page."""
-    lines = [
+    """Makes the page."""
+    head = [
         "# Baselines", "",
         "`python -m benchmarks.zoo --table` makes this page from `benchmarks/zoo.rows.jsonl`. Geometric means over unseen",
         "problems and three seeds (heuristics have none), with the least and the largest of the seeds; settings, weights,",
@@ -207,36 +199,35 @@ def table() -> str:
         "actions; `heft` and `m_etf` simulate several and keep the quickest, `best` is the best of ten planners. Settings were",
         "chosen on other problems, in two to four short runs an algorithm; in Refinement PPO has those of",
         "MaskablePPO, A2C its gamma. Seconds are of a core that others used too.", "",
-        "| environment | method | step time | seeds | fits | decisions | seconds |", "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows():
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in read_rows(ROWS):
         found.setdefault((row["env"], row["method"]), []).append(row)
-    for env in KINDS:
-        group = [(method, seeds) for (of, method), seeds in found.items() if of == env]
-        for method, seeds in sorted(group, key=lambda item: np.mean([mean(row["over"]) for row in item[1]])):
-            means = [mean(row["over"]) for row in seeds]
-            fits = sum(value is not None for row in seeds for value in row["over"]) / sum(len(row["over"]) for row in seeds)
-            spread = f"{min(means):.4f}-{max(means):.4f}" if len(means) > 1 else ""
-            facts = ["", ""]
-            if "decisions" in seeds[0]:
-                facts = [f"{seeds[0]['decisions']:,}", f"{np.mean([row['seconds'] for row in seeds]):.0f}"]
-            average = float(np.exp(np.mean(np.log(means))))
-            lines.append(f"| {env} | {method} | {average:.4f} | {spread} | {100 * fits:.0f} % | {facts[0]} | {facts[1]} |")
-    return "\n".join(lines) + "\n"
+    lines = []
+    for (env, method), seeds in sorted(found.items(), key=lambda item: _order(*item)):
+        means = [mean(row["over"]) for row in seeds]
+        fits = np.mean([value is not None for row in seeds for value in row["over"]])
+        between = f"{min(means):.4f}-{max(means):.4f}" if len(means) > 1 else ""
+        facts = ["", ""]
+        if "decisions" in seeds[0]:
+            facts = [f"{seeds[0]['decisions']:,}", f"{np.mean([row['seconds'] for row in seeds]):.0f}"]
+        lines.append([env, method, f"{geometric(means):.4f}", between, f"{100 * fits:.0f} %", *facts])
+    heads = ["environment", "method", "step time", "seeds", "fits", "decisions", "seconds"]
+    return "\n".join([*head, markdown(heads, lines)]) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algo", nargs="+", choices=[*ALGORITHMS], default=[])
-    parser.add_argument("--env", nargs="+", choices=[*KINDS], default=[*KINDS])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[*SEEDS])
-    parser.add_argument("--table", action="store_true")
-    options = parser.parse_args()
-    if not options.table:
-        measure(options.algo or [*ALGORITHMS], options.env, options.seeds, again=bool(options.algo))
-    PAGE.write_text(table())
+def _order(key: tuple[str, str], seeds: list[Row]) -> tuple[int, float]:
+    return list(KINDS).index(key[0]), float(np.mean([mean(row["over"]) for row in seeds]))
 
 
 if __name__ == "__main__":
-    main()
+    options = arguments(
+        __doc__,
+        algo=((), "train these again", ALGORITHMS),
+        env=(tuple(KINDS), "environments", KINDS),
+        seeds=(SEEDS, "of everything"),
+        table="only write the page",
+    )
+    if not options.table:
+        measure(options.algo or [*ALGORITHMS], options.env, options.seeds, again=bool(options.algo))
+    PAGE.write_text(table())

@@ -30,8 +30,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from benchmarks.groups import run_jobs
 from benchmarks.trials.collection import OWN, Trial, call, trials
-from benchmarks.trials.jobs import run_jobs
 from benchmarks.trials.step import MOST, Case, compare, equal, missing
 
 BATCH, CALLS, LIMIT_S = 8, 40, 60.0
@@ -171,14 +171,14 @@ def _words(path: str) -> str:
 def tried(trial: Trial, axes: Sequence[str], limit_s: float) -> list[Row]:
     """The rows of one model."""
     rows: dict[str, Row] = {}
-    (looked,) = next(iter(run_jobs(_draws, [trial], 1, limit_s, False)))
+    (looked,) = next(iter(run_jobs(_draws, [trial], 1, limit_s, "")))
     if "error" in looked:
         return [Row(trial.name, axis, "broken", f"the plain model: {looked['error']}: {looked['line']}") for axis in axes]
     with tempfile.TemporaryDirectory() as folder:
         asked = [Planning(trial, axis, f"{folder}/{n}.plan.json") for n, axis in enumerate(axes)]
         cases: dict[int, list[tuple[Planning, Case]]] = {}
         advice = ""
-        for job, (found,) in zip(asked, run_jobs(_place, asked, 1, 2 * limit_s, False), strict=True):
+        for job, (found,) in zip(asked, run_jobs(_place, asked, 1, 2 * limit_s, ""), strict=True):
             if job.axis in ADVISED and ADVISED[job.axis] not in advice:
                 continue
             advice += found.get("line", "") + _notes(job.path)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import runs, types_table
+from benchmarks import runs, types
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,9 +19,9 @@ def test_types_of_transformers():
     rows = {row["type"]: row for row in map(json.loads, lines)}
     page = (ROOT / "docs/model-types.md").read_text()
     known, version = re.search(r"tried the (\d+) types of transformers (\S+):", page).groups()
-    assert page == types_table.page(rows, int(known), version)
+    assert page == types.page(rows, int(known), version)
     changed = {**rows, "bert": {**rows["bert"], "runs": {"shares": "no", "stages": "no"}}}
-    assert page != types_table.page(changed, int(known), version)
+    assert page != types.page(changed, int(known), version)
 
 
 def test_trials():

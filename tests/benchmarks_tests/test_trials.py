@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import rlplace
+from benchmarks.groups import run_jobs
 from benchmarks.trials.__main__ import FEW, Planning, _judged, _place, _warm
 from benchmarks.trials.collection import OWN, trials
-from benchmarks.trials.jobs import run_jobs
 from benchmarks.trials.step import Case, Plain, compare, equal, missing
 from rlplace.errors import InputError
 

@@ -29,7 +29,7 @@ Result = dict[str, Any]
 Work = Callable[[Any], Result]
 
 
-def run_jobs(work: Work, jobs: Sequence[Any], processes: int, limit_s: float, group: bool = True) -> Iterator[list[Result]]:
+def run_jobs(work: Work, jobs: Sequence[Any], processes: int, limit_s: float, backend: str = "gloo") -> Iterator[list[Result]]:
     """Runs jobs one after another, each on all processes.
 
     Args:
@@ -37,7 +37,7 @@ def run_jobs(work: Work, jobs: Sequence[Any], processes: int, limit_s: float, gr
         jobs: What to run.
         processes: How many.
         limit_s: Time for one job, after which it counts as hung.
-        group: Whether the processes form a gloo group.
+        backend: Of the group that the processes form; empty: none.
 
     Yields:
         For every job what each process returned, or reports with ``error`` (the exception's type), ``line``, ``refused``
@@ -48,7 +48,10 @@ def run_jobs(work: Work, jobs: Sequence[Any], processes: int, limit_s: float, gr
         with tempfile.TemporaryDirectory() as folder:
             pipes = [context.Pipe() for _ in range(processes)]
             members = [
-                context.Process(target=_member, args=(rank, processes, folder, pipe[1], work, jobs[done:], limit_s, group))
+                context.Process(
+                    target=_member,
+                    args=(rank, processes, folder, pipe[1], work, jobs[done:], limit_s, backend),
+                )
                 for rank, pipe in enumerate(pipes)
             ]
             for member in members:
@@ -71,7 +74,7 @@ def run_jobs(work: Work, jobs: Sequence[Any], processes: int, limit_s: float, gr
 
 
 def _results(pipes: Sequence[Connection], members: Sequence[Any], limit_s: float) -> tuple[list[Result], bool]:
-    """What the processes report of one job, and whether they can run another."""
+    """Collects what the processes report of one job, and whether they can run another."""
     found: dict[int, Result] = {}
     end = time.monotonic() + limit_s
     while len(found) < len(pipes) and (left := end - time.monotonic()) > 0:
@@ -96,14 +99,14 @@ def _results(pipes: Sequence[Connection], members: Sequence[Any], limit_s: float
 
 
 def _member(
-    rank: int, processes: int, folder: str, pipe: Connection, work: Work, jobs: Sequence[Any], limit_s: float, group: bool
+    rank: int, processes: int, folder: str, pipe: Connection, work: Work, jobs: Sequence[Any], limit_s: float, backend: str
 ) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    if group:
+    if backend:
         store = f"file://{folder}/store"
-        dist.init_process_group("gloo", store, timedelta(seconds=2 * limit_s), world_size=processes, rank=rank)
+        dist.init_process_group(backend, store, timedelta(seconds=2 * limit_s), world_size=processes, rank=rank)
     pipe.send({})
     for job in jobs:
         try:
@@ -115,7 +118,7 @@ def _member(
 
 
 def _root(error: BaseException) -> BaseException:
-    """What raised first: pipelines raise an error of their own from it."""
+    """Finds what raised first: pipelines raise an error of their own from it."""
     while error.__cause__ is not None and not isinstance(error, RlplaceError):
         error = error.__cause__
     return error

@@ -70,10 +70,11 @@ def plain(model: LoadedModel) -> tuple[float, dict[str, torch.Tensor]]:
 def over_two(model: LoadedModel, graph: OpGraph, wanted: Any, space: str) -> float | str:
     """Plans a model in a space and runs the plan over two processes: the largest difference, or why not."""
     micro = half(model.example_inputs, 0)
-    plan = plan_model(
-        CapturedModel(graph, examine=partial(facts_of, model.module, micro)), parse(CLUSTER), space=space, fixed={"microbatch": BATCH},
-        planner="strategy", batch=2 * BATCH, calls=CALLS, seed=0, time_limit_s=None,
-    ).plan  # fmt: skip
+    captured = CapturedModel(graph, examine=partial(facts_of, model.module, micro))
+    plan, _ = plan_model(
+        captured, parse(CLUSTER), space=space, fixed={"microbatch": BATCH}, planner="strategy", batch=2 * BATCH, calls=CALLS,
+        seed=0, time_limit_s=None,
+    )  # fmt: skip
 
     def run(job: None) -> dict[str, Any]:
         placed = rlplace.distribute(model.module, plan, micro, loss=model.loss, device="cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import itertools
 import json
 import math
@@ -277,34 +276,3 @@ def test_other_settings_weights_and_problems_are_refused(tmp_path: Path) -> None
     with pytest.raises(InputError, match="use another --out"):
         store.add(replace(store.cases["case0"], fingerprint="5" * 64))
     assert (tmp_path / "rows.jsonl").read_bytes() == before
-
-
-def test_the_published_tables_of_the_agent_are_those_of_the_rows(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(gzip.decompress((ROOT / "benchmarks/agent/rows.jsonl.gz").read_bytes()))
-    store = Store({}, path, report=True)
-    page = (ROOT / "benchmarks/RESULTS.md").read_text()
-    assert tables.rival_tables(store, ["1 s", "5 s"])[0] in page
-    whole, *parts = tables.rival_tables(store, ["64 calls", "256 calls", "1024 calls", "4096 calls"])
-    assert whole in page
-    for part in parts:
-        named = part.split(" | ")[0].removeprefix("| the agent over, ")
-        lines = [line for line in part.splitlines() if re.match(r"\| (annealing|ablation: untrained|the best rival) \|", line)]
-        assert len(lines) == 3 and all(f"| {named}: {line[2:]}\n" in page for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("name", "ops", "budgets"),
-    [
-        ("large", "6,000", ["64 calls", "256 calls", "1024 calls", "5 s"]),
-        ("larger", "20,000", ["5 s"]),
-        ("dear", "60,000", ["16 calls", "64 calls", "256 calls"]),
-    ],
-)
-def test_the_published_tables_of_large_graphs_are_those_of_the_rows(
-    tmp_path: Path, name: str, ops: str, budgets: list[str]
-) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(gzip.decompress((ROOT / f"benchmarks/agent/{name}.rows.jsonl.gz").read_bytes()))
-    table = tables.rival_tables(Store({}, path, report=True), budgets)[0]
-    assert table.replace("all, 12 cases", f"{ops} ops, 12 cases") in (ROOT / "benchmarks/agent/BUILT.md").read_text()

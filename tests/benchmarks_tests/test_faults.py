@@ -1,6 +1,5 @@
 """The list of faults fits the sources that it changes, and its table says what its rows say."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -30,12 +29,3 @@ def test_a_text_that_is_gone_or_stands_twice_is_no_place():
     for text in ("y = 0\n", "x = 1\nx = 1\n"):
         with pytest.raises(ValueError, match="not once"):
             faults.with_fault(text, fault)
-
-
-def test_the_page_has_the_table_of_the_rows():
-    rows = faults.read()
-    assert {row.what for row in rows} == {fault.what for fault in LISTED}
-    page = (ROOT / "docs/testing.md").read_text()
-    assert faults.table(rows) in page
-    survivors = re.findall(r"^- (.*?): ", page, re.MULTILINE)
-    assert {row.what for row in rows if row.result == faults.SURVIVED} <= set(survivors)

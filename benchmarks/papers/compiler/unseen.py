@@ -12,21 +12,19 @@ where every op takes up to 30 % more or less (three seeds).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import rlplace
+from benchmarks.harness import add_row, arguments, geometric, markdown, missing, one_thread, read_rows
 from benchmarks.papers.compiler.assist import simulate_assisted
 from benchmarks.papers.compiler.movable import movable
 from benchmarks.papers.compiler.objectives import partitions
-from rlplace.cli.output import print_table
 from rlplace.model.zoo.load import load_model
 from rlplace.placement import get_planner
 from rlplace.placement.common.groupgraph import group_graph
@@ -35,6 +33,7 @@ from rlplace.problem import UPDATE, Problem
 from rlplace.problem.build import tensor_fields
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import default_priority, simulate
+from rlplace.stats import wins_ties_losses
 
 ROWS = Path(__file__).with_suffix(".jsonl")
 PASSES, DRIFTS, SPREAD = (1, 8), 3, 0.3
@@ -138,58 +137,48 @@ def assist(problem: Problem) -> dict[str, Any]:
     return {"planned_s": planned_s, "calm_s": list(calm.values()), "drift_s": rows}
 
 
-def table() -> None:
-    """Tables of the docs from the rows."""
-    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
-    for passes in PASSES:
-        own = [row for row in rows if row["passes"] == passes]
-        print(f"\n{passes} pass(es), {len(own)} graphs: combined over each rival, geometric mean; better, equal, worse")
-        cells = []
-        for rival in ("one_s", "metis_s", "cut_s", "balance_s"):
-            ratio = np.array([row["combined_s"] / row[rival] for row in own])
-            counts = [int((ratio < 0.999).sum()), int((abs(ratio - 1) <= 0.001).sum()), int((ratio > 1.001).sum())]
-            cells.append([rival[:-2], f"{np.exp(np.log(ratio).mean()):.3f}", *map(str, counts), f"{ratio.max():.3f}"])
-        print_table(["rival", "mean", "better", "equal", "worse", "worst"], cells)
-    own = [row for row in rows if "drift_s" in row]
+RIVALS = {"one_s": "one device", "metis_s": "METIS", "cut_s": "cut", "balance_s": "balance"}
+
+
+def table() -> str:
+    """Makes the table of the docs: combined over each rival."""
+    lines = []
+    for passes, (key, name) in product(PASSES, RIVALS.items()):
+        ratio = np.array([row["combined_s"] / row[key] for row in read_rows(ROWS) if row["passes"] == passes])
+        lines.append([passes, name, f"{geometric(ratio):.3f}", *wins_ties_losses(ratio.tolist()), f"{ratio.max():.3f}"])
+    return markdown(["passes", "rival", "mean", "better", "equal", "worse", "worst"], lines)
+
+
+def recovered() -> Iterator[str]:
+    """Yields what assistants make of drifting ops, with weights and without."""
+    own = [row for row in read_rows(ROWS) if "drift_s" in row]
     for column, name in enumerate(("with weights", "without weights")):
         calm = max(abs(row["calm_s"][column] / row["planned_s"] - 1) for row in own)
         each = np.array([np.mean(row["drift_s"], axis=0) / row["planned_s"] for row in own])
         stale, anew, assisted = each[:, 0], each[:, 1], each[:, 2 + column]
         gap = stale - anew > 1e-3
         share = (stale - assisted)[gap] / (stale - anew)[gap]
-        worse = int((assisted > stale * 1.001).sum())
-        print(
+        yield (
             f"assistants {name}: at planned times {100 * calm:.4f} % off at most; {int(gap.sum())} of {len(own)} graphs have "
             f"a gap to recover, of which {np.median(share):.0%} in the median, over half on {int((share > 0.5).sum())}; "
-            f"slower than the stale plan on {worse}"
+            f"slower than the stale plan on {int((assisted > stale * 1.001).sum())}"
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--part", default="0/1", metavar="I/N")
-    options = parser.parse_args()
-    if options.table:
-        table()
-        return
-    torch.set_num_threads(1)
-    index, count = map(int, options.part.split("/"))
-    done = {(row["graph"], row["passes"]) for row in map(json.loads, ROWS.read_text().splitlines())} if ROWS.exists() else set()
-    for name, make in list(graphs())[index::count]:
-        if all((name, passes) in done for passes in PASSES):
-            continue
-        problem = make()
-        for passes in PASSES:
-            row: dict[str, Any] = {"graph": name, "passes": passes, "groups": problem.num_groups}
-            row |= plan(problem if passes == 1 else repeated(problem, passes))
-            if passes == 1:
-                row |= assist(problem)
-            with ROWS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(name, passes, {key: round(1e3 * value, 3) for key, value in row.items() if key.endswith("_s") and
-                                 isinstance(value, float)}, flush=True)  # fmt: skip
-
-
 if __name__ == "__main__":
-    main()
+    options = arguments(__doc__, table="only the tables", part=("0/1", "I/N: every N-th graph from the I-th on"))
+    if not options.table:
+        one_thread()
+        first, step = map(int, options.part.split("/"))
+        for name, make in list(graphs())[first::step]:
+            problem = make()
+            for passes in PASSES:
+                if missing(ROWS, [(name, passes)], "graph", "passes"):
+                    row = {
+                        "graph": name,
+                        "passes": passes,
+                        "groups": problem.num_groups,
+                        **plan(repeated(problem, passes) if passes > 1 else problem),
+                    }
+                    add_row(ROWS, row | (assist(problem) if passes == 1 else {}))
+    print("\n".join([table(), *recovered()]))

@@ -11,20 +11,18 @@ fewest devices at theirs.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import rlplace
+from benchmarks.harness import Row, add_row, arguments, markdown, missing, one_thread, read_rows, timed
 from benchmarks.papers.pardnn.baselines import critical_path_first, linear_clustering, measures
 from benchmarks.papers.pardnn.real import MODELS, make
-from rlplace.cli.output import print_table
 from rlplace.cost.foreign import with_host
 from rlplace.errors import InfeasibleError
 from rlplace.model.graph.opgraph import OpGraph
@@ -66,11 +64,6 @@ class Steps:
         return rlplace.price(self.at(batch), f"v100:{count}", level="op", groups=10**6, costs=costs)
 
 
-def _timed(build: Callable[[], Any]) -> tuple[Any, float]:
-    begin = time.perf_counter()
-    return build(), time.perf_counter() - begin
-
-
 def speedups(steps: Steps, batch: int, counts: Sequence[int]) -> list[dict[str, Any]]:
     """One row a number of devices."""
     rows = []
@@ -79,8 +72,8 @@ def speedups(steps: Steps, batch: int, counts: Sequence[int]) -> list[dict[str, 
         graph = op_graph(problem, range(count))
         found = measures(graph)
         one_s = simulate(problem, np.zeros(problem.num_groups, dtype=np.int32)).step_time_s
-        once, once_s = _timed(lambda p=problem, g=graph: place_clusters(p, g, slice_graph(g)))
-        linear, linear_s = _timed(lambda p=problem, g=graph: linear_clustering(p, g))
+        once, once_s = timed(lambda p=problem, g=graph: place_clusters(p, g, slice_graph(g)))
+        linear, linear_s = timed(lambda p=problem, g=graph: linear_clustering(p, g))
         run = run_planner("pardnn", problem)
         row = {
             "devices": count, "nodes": graph.num_nodes, "parallelism": found.parallelism,
@@ -120,9 +113,9 @@ def _fitting_s(problem: Problem) -> float | None:
         return None
 
 
-def table() -> None:
-    """What the docs show."""
-    rows = {(row["model"], row["larger"]): row for row in map(json.loads, ROWS.read_text().splitlines())}
+def tables() -> list[str]:
+    """Makes the tables of the docs: graphs, speed-ups, largest batches."""
+    rows = {(row["model"], row["larger"]): row for row in read_rows(ROWS)}
     graphs, speeds, large = [], [], []
     for (name, larger), row in rows.items():
         said, first = MODELS[name], row["speedups"][0]
@@ -147,40 +140,18 @@ def table() -> None:
                 " / ".join(f"{one['samples_per_s'] / begin['samples_per_s']:.2f}" for one in row["batches"]),
             ])  # fmt: skip
     heads = ["model", "nodes (paper)", "1e9 parameters", "DoP", "CCR", "capture s", "one pass s", "planner s"]
-    print_table(heads, graphs)
-    print()
-    print_table(["model", "devices", "one pass", "planner", "over CP", "over LC", "paper over CP"], speeds)
-    print()
-    print_table(["model", "largest batch", "throughput over the first"], large)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--table", action="store_true")
-    options = parser.parse_args()
-    if options.table:
-        table()
-        return
-    torch.set_num_threads(1)
-    done = {(row["model"], row["larger"]) for row in map(json.loads, ROWS.read_text().splitlines())} if ROWS.exists() else set()
-    for name in options.models.split(","):
-        for larger in (False, True):
-            if (name, larger) in done:
-                continue
-            steps = Steps(name, larger)
-            row: dict[str, Any] = {
-                "model": name,
-                "larger": larger,
-                "parameters": steps.parameters,
-                "capture_s": steps.capture_s,
-            }
-            row["speedups"] = speedups(steps, MODELS[name].batch, LARGER_COUNTS if larger else COUNTS)
-            row["batches"] = batches(steps, LARGER_COUNTS if larger else (1, *COUNTS))
-            with ROWS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(name, larger, json.dumps(row)[:300], flush=True)
+    speed = ["model", "devices", "one pass", "planner", "over CP", "over LC", "paper over CP"]
+    batch = ["model", "largest batch", "throughput over the first"]
+    return [markdown(heads, graphs), markdown(speed, speeds), markdown(batch, large)]
 
 
 if __name__ == "__main__":
-    main()
+    options = arguments(__doc__, models=(tuple(MODELS), "names", MODELS), table="only the tables")
+    one_thread()
+    for name, larger in () if options.table else missing(ROWS, product(options.models, (False, True)), "model", "larger"):
+        steps = Steps(name, larger)
+        row: Row = {"model": name, "larger": larger, "parameters": steps.parameters, "capture_s": steps.capture_s}
+        row["speedups"] = speedups(steps, MODELS[name].batch, LARGER_COUNTS if larger else COUNTS)
+        row["batches"] = batches(steps, LARGER_COUNTS if larger else (1, *COUNTS))
+        add_row(ROWS, row)
+    print("\n\n".join(tables()))

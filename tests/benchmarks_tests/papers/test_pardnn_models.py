@@ -2,16 +2,12 @@
 
 import dataclasses
 import functools
-import json
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import rlplace
-from benchmarks.papers.pardnn import study
 from benchmarks.papers.pardnn.baselines import critical_path_first, linear_clustering, measures
 from benchmarks.papers.pardnn.fifo import fifo
 from benchmarks.papers.pardnn.real import MODELS, CharCrn, WordRnn, Wrn, make
@@ -134,17 +130,6 @@ def test_models_are_those_of_the_paper():
         assert own == pytest.approx(MODELS[name].parameters[0], rel=0.35)
     layers, hidden, width = 8, 2048, 2048
     assert found["Word-RNN"] * 1e9 == layers * ((width + hidden) * 4 * hidden + 4 * hidden) + 17_000 * (2 * hidden + 1)
-
-
-def test_the_page_is_that_of_the_rows(capsys):
-    rows = [json.loads(line) for line in study.ROWS.read_text().splitlines()]
-    assert {(row["model"], row["larger"]) for row in rows} == {(name, larger) for name in MODELS for larger in (False, True)}
-    study.table()
-    said = [re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
-    page = (Path(__file__).resolve().parents[3] / "benchmarks/papers/pardnn.md").read_text()
-    names = {name + end for name in MODELS for end in ("", "-2")}
-    cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in page.splitlines() if line.startswith("| ")]
-    assert [row for row in said if row[0] in names] == [row for row in cells if row[0] in names]
 
 
 def test_fifo_emulator():

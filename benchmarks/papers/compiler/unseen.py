@@ -165,20 +165,19 @@ def recovered() -> Iterator[str]:
         )
 
 
+def chosen(part: str) -> list[tuple[str, Callable[[], Problem]]]:
+    """Lists every N-th graph from the I-th on, by I/N."""
+    first, step = map(int, part.split("/"))
+    return list(graphs())[first::step]
+
+
 if __name__ == "__main__":
+    one_thread()
     options = arguments(__doc__, table="only the tables", part=("0/1", "I/N: every N-th graph from the I-th on"))
-    if not options.table:
-        one_thread()
-        first, step = map(int, options.part.split("/"))
-        for name, make in list(graphs())[first::step]:
-            problem = make()
-            for passes in PASSES:
-                if missing(ROWS, [(name, passes)], "graph", "passes"):
-                    row = {
-                        "graph": name,
-                        "passes": passes,
-                        "groups": problem.num_groups,
-                        **plan(repeated(problem, passes) if passes > 1 else problem),
-                    }
-                    add_row(ROWS, row | (assist(problem) if passes == 1 else {}))
+    for name, make in () if options.table else chosen(options.part):
+        problem = make()
+        for _, passes in missing(ROWS, [(name, passes) for passes in PASSES], "graph", "passes"):
+            planned = plan(repeated(problem, passes) if passes > 1 else problem)
+            drifting = assist(problem) if passes == 1 else {}
+            add_row(ROWS, {"graph": name, "passes": passes, "groups": problem.num_groups, **planned, **drifting})
     print("\n".join([table(), *recovered()]))

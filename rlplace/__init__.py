@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlplace.errors import InputError as InputError
     from rlplace.errors import MissingError as MissingError
     from rlplace.errors import RlplaceError as RlplaceError
-    from rlplace.explanation.difference import diff as diff
+    from rlplace.explanation.explain import diff as diff
     from rlplace.explanation.explain import explain as explain
     from rlplace.explanation.report.report import report as report
     from rlplace.model.capture.capture import capture as capture
@@ -68,7 +68,7 @@ _PUBLIC = {
     "apply": "rlplace.runtime.placement.apply",
     "complete_device_map": "rlplace.runtime.export.device_maps",
     "capture": "rlplace.model.capture.capture",
-    "diff": "rlplace.explanation.difference",
+    "diff": "rlplace.explanation.explain",
     "distribute": "rlplace.runtime.job.distribute",
     "distribute_accelerator": "rlplace.runtime.export.trainer",
     "distribute_trainer": "rlplace.runtime.export.trainer",

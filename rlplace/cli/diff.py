@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,9 @@ from rlplace.cli.plans import placement_of, strategy_of
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
-    from rlplace.explanation.comparison import Difference
-    from rlplace.planned import Planned
+    from rlplace.explanation.placements import PlacementStep
+    from rlplace.explanation.strategies import StrategyStep
+    from rlplace.plan.plan import PlacementPlan
 
 HELP = "two plans side by side, and the groups or words of strategies that make the difference"
 EXAMPLE = "example: rlplace diff gpt2.plan.json other.plan.json"
@@ -35,63 +37,43 @@ class DiffOptions(Options):
 
 def run(options: DiffOptions) -> int:
     """Runs the verb."""
-    from rlplace.explanation.difference import diff
-
-    problems = options.problem or []
-    if len(problems) > 2:
-        raise InputError("diff: --problem is given at most twice, for the first and the second plan")
-    difference = _strategies(options, problems)
-    if difference is None:
-        first = placement_of(options.first, problems[0] if problems else None, options.cluster)
-        second = _second(options, first, problems)
-        other = None if second.plan.problem == first.plan.problem else second.problem
-        difference = diff(first.problem, first.plan, second.plan, other=other)
-    show(difference, options)
-    return 0
-
-
-def _strategies(options: DiffOptions, problems: list[str]) -> Difference | None:
-    """Returns the difference where at least one plan is a whole strategy; None where both place groups."""
-    from rlplace.explanation.comparison import Difference
-    from rlplace.explanation.difference import diff_strategies, placement_side, strategy_side
+    from rlplace.explanation.explain import diff_steps
+    from rlplace.explanation.placements import PlacementStep
+    from rlplace.explanation.strategies import StrategyStep
     from rlplace.plan.plan import PlacementPlan
     from rlplace.planned import same_model
     from rlplace.simulator.simulated_plan import run_plan
 
-    paths = (options.first, options.second)
-    plans = [PlacementPlan.load(path) for path in paths]
-    whole = [plan.strategy is not None for plan in plans]
-    if not any(whole):
-        return None
-    if len(problems) > whole.count(False):
+    problems = options.problem or []
+    if len(problems) > 2:
+        raise InputError("diff: --problem is given at most twice, for the first and the second plan")
+    one, two = (PlacementPlan.load(path) for path in (options.first, options.second))
+    if len(problems) > (one.strategy is None) + (two.strategy is None):
         raise InputError("diff: a whole strategy has no problem file; give --problem for the plan that places groups only")
-    if all(whole):
-        first, second = plans
-        planned = strategy_of(first, paths[0], options.cluster)
-        other = None if same_model(first, second) else strategy_of(second, paths[1], options.cluster)
-        return diff_strategies(planned, first, second, other)
-    sides = []
-    for path, plan, strategy in zip(paths, plans, whole, strict=True):
-        if strategy:
-            sides.append(strategy_side(strategy_of(plan, path, options.cluster), plan))
-        else:
-            placed = placement_of(path, problems[0] if problems else None, options.cluster)
-            sides.append(placement_side(run_plan(placed.problem, placed.plan)))
-    before, after = sides
-    return Difference(before, after, notes=("strategies are simulated block by block, placements task by task",))
-
-
-def _second(options: DiffOptions, first: Planned, problems: list[str]) -> Planned:
-    """Returns the second plan, with the first's problem where both plans are for it."""
-    from rlplace.plan.plan import PlacementPlan
-    from rlplace.planned import Planned
-
-    plan = PlacementPlan.load(options.second)
-    if plan.problem == first.plan.problem:
-        return Planned(PlacementPlan.load(options.second, first.problem), problem=first.problem)
-    if len(problems) == 1:
+    files = iter(problems)
+    first = _step(one, options.first, files, options)
+    if isinstance(first, StrategyStep) and two.strategy is not None and same_model(one, two):
+        second = StrategyStep(first.planned, two)
+    elif isinstance(first, PlacementStep) and two.strategy is None and two.problem == one.problem:
+        second = PlacementStep(run_plan(first.run.problem, PlacementPlan.load(options.second, first.run.problem)))
+    elif one.strategy is two.strategy is None and len(problems) == 1:
         raise InputError(
-            f"{options.second} is for problem {plan.problem[:12]}, {options.first} for {first.plan.problem[:12]}; "
+            f"{options.second} is for problem {two.problem[:12]}, {options.first} for {one.problem[:12]}; "
             "give --problem twice, the first plan's problem first"
         )
-    return placement_of(options.second, problems[1] if problems else None, options.cluster)
+    else:
+        second = _step(two, options.second, files, options)
+    show(diff_steps(first, second), options)
+    return 0
+
+
+def _step(plan: PlacementPlan, path: str, problems: Iterator[str], options: DiffOptions) -> PlacementStep | StrategyStep:
+    """Returns the step of a plan, on its model or on its problem, which may be the next file."""
+    from rlplace.explanation.placements import PlacementStep
+    from rlplace.explanation.strategies import StrategyStep
+    from rlplace.simulator.simulated_plan import run_plan
+
+    if plan.strategy is not None:
+        return StrategyStep(strategy_of(plan, path, options.cluster))
+    placed = placement_of(path, next(problems, None), options.cluster)
+    return PlacementStep(run_plan(placed.problem, placed.plan))

@@ -79,8 +79,7 @@ def _show_strategy(planned: Planned, options: ExplainOptions) -> None:
     Where the plan's model cannot be built again, it says so and shows the plan alone.
     """
     from rlplace.cli.plan_tables import show_strategy
-    from rlplace.explanation.bounds import strategy_bounds
-    from rlplace.explanation.strategy_what_if import strategy_what_if
+    from rlplace.explanation.strategies import StrategyStep
     from rlplace.explanation.what_if import what_if_lines
 
     machine = planned.cluster
@@ -90,12 +89,13 @@ def _show_strategy(planned: Planned, options: ExplainOptions) -> None:
     bounds = None
     changes: Sequence[WhatIf] = ()
     try:
-        bounds = strategy_bounds(planned.search_problem, planned.draft())
+        step = StrategyStep(planned)
+        bounds = step.bounds()
     except InputError as error:
         say(f"what bounds the step, and what other hardware would bring, is not known: {error}")
     else:
         if not options.no_what_if:
-            changes = strategy_what_if(planned, calls=options.calls, time_limit_s=options.time_limit)
+            changes = step.what_if(calls=options.calls, time_limit_s=options.time_limit)
     if options.json:
         bounds_data = None if bounds is None else bounds.to_dict()
         print_json(

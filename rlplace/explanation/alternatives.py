@@ -1,8 +1,7 @@
-"""Why groups sit where they sit: the step with each of them on every other device, simulated anew.
+"""The step with each group on every other device, simulated anew: the reason for its device.
 
-A plan with an `order` fixes what
-every device runs when, which leaves no place for a group that moves; its alternatives are compared with the same plan run
-by priority.
+A plan with an `order` fixes what every device runs when, which leaves no place for a group that moves; its alternatives are
+compared with the same plan run by priority.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from numpy.typing import NDArray
 
 from rlplace.errors import unknown_name
 from rlplace.problem import Problem
-from rlplace.simulator.path import Link, realised_path, seconds_by_cause
+from rlplace.simulator.path import realised_path, seconds_by_cause
 from rlplace.simulator.simulated_plan import SimulatedPlan, moved, run_unchecked
-from rlplace.text import ms
+from rlplace.text import ms, table
 
 SAME = 1e-9
 """Step times nearer than this, relative, are equal."""
@@ -46,6 +45,13 @@ class Alternative:
     peak_bytes: int
     reason: str
     changes: Mapping[str, float]
+
+    @property
+    def causes(self) -> str:
+        """The three causes that change most."""
+        largest = sorted(self.changes.items(), key=lambda item: -abs(item[1]))[:3]
+        least = 0.01 * max((abs(seconds) for seconds in self.changes.values()), default=0.0)
+        return ", ".join(f"{cause} {ms(seconds, sign=True)}" for cause, seconds in largest if abs(seconds) > least)
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class GroupChoice:
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """The reason for its device, or a better device, in words."""
         here, best = self.step_time_s, self.better
         if not self.alternatives:
             return "the plan has no other device"
@@ -105,45 +111,50 @@ class GroupChoice:
         why = f", {cause[0]} {ms(cause[1], sign=True)} ms" if cause[1] > 0 else ""
         return f"best here: {fitting[0].device} takes {ms(slower)} ms more{why}"
 
+    def lines(self) -> list[str]:
+        """Returns the verdict, and a table of all devices."""
+        here = self.step_time_s
+        rows = [[f"  {self.device}", ms(here), "", "here"]]
+        for other in self.alternatives:
+            change = None if here is None or other.step_time_s is None else other.step_time_s - here
+            rows.append([f"  {other.device}", ms(other.step_time_s), ms(change, sign=True), other.reason or other.causes])
+        count = f" ({self.groups} groups)" if self.groups > 1 else ""
+        title = f"{self.name}{count} on {self.device}: {self.verdict}"
+        return [title, *table(["  on", "step ms", "change ms", "<why"], rows)]
+
 
 def alternatives(run: SimulatedPlan, members: Mapping[str, Sequence[int]]) -> tuple[GroupChoice, ...]:
-    """What the step would be with each set of groups on every other device.
+    """Simulates the step with each set of groups on every other device.
 
     Args:
         run: The plan as it is.
         members: By name the groups of the plan's problem that move together; those of one name that sit on different devices
-            are looked at one device after the other.
+            are moved one device after the other.
     """
     base = run
     if run.plan.order is not None:
         base = run_unchecked(run.problem, dataclasses.replace(run.plan, order=None))
-    path = realised_path(base)
+    path, problem = realised_path(base), base.problem
     here = seconds_by_cause(path)
     choices = []
     for name, groups in members.items():
         devices = base.plan.device_of_group[list(groups)]
         for device in np.unique(devices).tolist():
-            choices.append(_choice(base, name, np.array(list(groups))[devices == device], device, path, here))
+            own = np.array(list(groups))[devices == device]
+            others = [_alternative(base, own, target, here) for target in targets(base) if target != device]
+            others.sort(key=lambda a: (not a.feasible, a.step_time_s is None, a.step_time_s or 0.0))
+            choice = GroupChoice(
+                name=name,
+                groups=len(own),
+                device=problem.devices[device].name,
+                path_s=float(sum(link.seconds for link in path if link.group in own)),
+                resident_bytes=int(problem.resident_bytes[own].sum()),
+                step_time_s=base.line.step_time_s,
+                feasible=base.line.feasible,
+                alternatives=tuple(others),
+            )
+            choices.append(choice)
     return tuple(choices)
-
-
-def _choice(
-    base: SimulatedPlan, name: str, groups: NDArray[np.int64], device: int, path: tuple[Link, ...], here: dict[str, float]
-) -> GroupChoice:
-    problem = base.problem
-    own = set(groups.tolist())
-    others = [_alternative(base, groups, target, here) for target in targets(base) if target != device]
-    others.sort(key=lambda a: (not a.feasible, a.step_time_s is None, a.step_time_s or 0.0))
-    return GroupChoice(
-        name=name,
-        groups=len(groups),
-        device=base.problem.devices[device].name,
-        path_s=float(sum(link.seconds for link in path if int(link.group) in own)),
-        resident_bytes=int(problem.resident_bytes[groups].sum()),
-        step_time_s=base.line.step_time_s,
-        feasible=base.line.feasible,
-        alternatives=tuple(others),
-    )
 
 
 def targets(run: SimulatedPlan) -> list[int]:

@@ -1,26 +1,37 @@
-"""What bounds a step: its realised critical path, the busiest device and channel, the fullest memory.
+"""The bounds of a placement's step: its realised critical path, the busiest device and channel, the fullest memory.
 
-Beside them the lower bounds that hold for any plan of the problem: how much quicker a
-plan could be at the most.
+Beside them lower bounds that hold for any plan of the problem: they limit how much quicker a plan could be.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
 
 import numpy as np
 
-from rlplace.explanation.stretches import Stretch, channel_names, channel_pairs, stretches
+from rlplace.explanation.comparison import MOST_ROWS
 from rlplace.placement.common.bounds import largest_bound
-from rlplace.simulator.path import CHANNEL, COLLECTIVE, COMPUTE, DEVICE, TRANSFER, PathPart, path_parts, realised_path
+from rlplace.problem import Problem
+from rlplace.simulator.path import (
+    CHANNEL,
+    COLLECTIVE,
+    COMPUTE,
+    DEVICE,
+    ORDER,
+    TRANSFER,
+    Link,
+    PathPart,
+    location_of,
+    pair_name,
+    path_parts,
+    realised_path,
+)
 from rlplace.simulator.simulated_plan import SimulatedPlan, channel_holds
-from rlplace.strategy.drafts import Draft, joined
-from rlplace.strategy.search.tries import SearchProblem
-from rlplace.text import gb, ms, percent
+from rlplace.text import gb, ms, percent, table
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ class ChannelLoad:
     """Busy time and traffic of one channel.
 
     Attributes:
-        name: The devices that it connects; see `rlplace.explanation.stretches.channel_names`.
+        name: The devices that it connects; see `channel_names`.
         channel: Its number.
         busy_s: Seconds during which transfers or collectives hold it.
         size_bytes: Bytes that transfers move over it.
@@ -67,13 +78,38 @@ class ChannelLoad:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """Consecutive links of the critical path in one place: a device, a pair of devices, the collectives.
+
+    Attributes:
+        where: Device, ``gpu0->gpu1``, or ``collectives``.
+        start_s, end_s: From the beginning of the step.
+        wait_s: Seconds of it that are waits for the device or the link.
+        links: Number of links of the path.
+        first, last: The op that runs, moves or waits in the first and the last of them.
+        blocker: The op that occupies the device or link during the longest wait; empty where none does.
+        sentence: The stretch in words.
+    """
+
+    where: str
+    start_s: float
+    end_s: float
+    wait_s: float
+    links: int
+    first: str
+    last: str
+    blocker: str
+    sentence: str
+
+
+@dataclass(frozen=True)
 class StepBounds:
-    """What bounds a step.
+    """The bounds of a step.
 
     Attributes:
         step_time_s: Step time of the plan.
         path: The critical path by cause and place, longest first; the seconds add up to the step.
-        story: The same path in order of time.
+        story: The path in order of time.
         devices: All devices, in their order.
         channels: Channels that are used, busiest first.
         lower_bound_s: No plan of the problem is quicker; 0 where nothing is known.
@@ -108,24 +144,74 @@ class StepBounds:
         """Returns seconds of the critical path by these causes."""
         return math.fsum(part.seconds for part in self.path if part.cause in causes)
 
+    @property
+    def headline(self) -> str:
+        """The largest part of the step, in one sentence."""
+        step = self.step_time_s
+        if step <= 0:
+            return "the step takes no time"
+        work, move = self.seconds(COMPUTE), self.seconds(TRANSFER, COLLECTIVE)
+        queue, links, busiest = self.seconds(DEVICE), self.seconds(CHANNEL), self.busiest
+        if busiest.busy_s >= 0.9 * step and queue >= 0.1 * step:
+            return f"{busiest.name} computes {100 * busiest.busy_s / step:.0f} % of the step: its work bounds it"
+        if busiest.busy_s >= 0.9 * step:
+            return f"{100 * work / step:.0f} % of the step is spent in ops that depend on one another, most on {busiest.name}"
+        seconds, state = max(
+            (work, "in ops that depend on one another"),
+            (move, "moving data between devices"),
+            (queue, "with ready ops waiting for a busy device"),
+            (links, "with data waiting for a busy link"),
+        )
+        return f"{100 * seconds / step:.0f} % of the step is spent {state}"
+
+    def lines(self) -> list[str]:
+        """Returns tables of the critical path, its longest stretches in order of time, the devices and the links."""
+        step = self.step_time_s or 1.0
+        rows = [[part.cause, part.where, ms(part.seconds), percent(part.seconds / step)] for part in self.path[:MOST_ROWS]]
+        if rest := self.path[MOST_ROWS:]:
+            seconds = sum(part.seconds for part in rest)
+            rows.append([f"{len(rest)} more", "", ms(seconds), percent(seconds / step)])
+        lines = [*table(["critical path", "<where", "ms", "of step"], rows), ""]
+        by_length = sorted(self.story, key=lambda stretch: stretch.start_s - stretch.end_s)
+        longest = {id(stretch) for stretch in by_length[:MOST_ROWS]}
+        rows = [[ms(s.start_s), ms(s.end_s), ms(s.wait_s), s.sentence] for s in self.story if id(s) in longest]
+        lines += table(["from ms", "to ms", "waiting", "<what"], rows)
+        if left := len(self.story) - len(rows):
+            lines.append(f"and {left} shorter stretches in between")
+        rows = []
+        for device in self.devices:
+            memory = gb(device.peak_bytes), gb(device.memory_bytes), percent(device.used) if device.memory_bytes else "-"
+            rows.append([device.name, ms(device.busy_s), percent(device.busy_s / step), str(device.groups), *memory])
+        lines += ["", *table(["device", "busy ms", "of step", "groups", "peak GB", "memory GB", "used"], rows)]
+        if self.channels:
+            rows = [
+                [link.name, ms(link.busy_s), percent(link.busy_s / step), str(link.transfers), gb(link.size_bytes)]
+                for link in self.channels[:4]
+            ]
+            lines += ["", *table(["link", "busy ms", "of step", "transfers", "GB"], rows)]
+        lines += ["", f"busiest device {self.busiest.name}"]
+        if self.tightest is not None:
+            lines.append(f"tightest memory {self.tightest.name}, {percent(self.tightest.used)} used")
+        if self.lower_bound_s > 0:
+            lines.append(
+                f"no plan takes less than {ms(self.lower_bound_s)} ms ({self.lower_bound}): at most "
+                f"{percent(max(self.most_gain, 0.0))} can be gained"
+            )
+        return lines
+
 
 def step_bounds(run: SimulatedPlan) -> StepBounds:
     """Analyses a step that completes; see `StepBounds`."""
     path = realised_path(run)
-    lower_s, name = largest_bound(run.problem)
+    by_place = groupby(path, key=lambda link: location_of(run, link))
+    story = tuple(_stretch(run, where, list(links)) for where, links in by_place)
     return StepBounds(
-        step_time_s=run.step_s,
-        path=path_parts(run, path),
-        story=stretches(run, path),
-        devices=device_loads(run),
-        channels=channel_loads(run),
-        lower_bound_s=lower_s,
-        lower_bound=name,
+        run.step_s, path_parts(run, path), story, device_loads(run), channel_loads(run), *largest_bound(run.problem)
     )
 
 
 def device_loads(run: SimulatedPlan) -> tuple[DeviceLoad, ...]:
-    """Busy time and memory of every device."""
+    """Returns busy time and memory of every device."""
     problem, line = run.problem, run.line
     groups = np.bincount(run.plan.device_of_group, minlength=problem.num_devices)
     return tuple(
@@ -136,125 +222,73 @@ def device_loads(run: SimulatedPlan) -> tuple[DeviceLoad, ...]:
 
 def channel_loads(run: SimulatedPlan) -> tuple[ChannelLoad, ...]:
     """Returns channels that are used, busiest first; one for all channels of the same pairs of devices."""
-    problem = run.problem
-    busy: dict[int, float] = {}
-    size: dict[int, int] = {}
-    count: dict[int, int] = {}
-    for channels, start, end, _, size_bytes in channel_holds(run):
+    loads: dict[int, tuple[float, int, int]] = defaultdict(lambda: (0.0, 0, 0))
+    for channels, start, end, _, moved_bytes in channel_holds(run):
         for channel in channels:
-            busy[channel] = busy.get(channel, 0.0) + (end - start)
-            size[channel] = size.get(channel, 0) + size_bytes
-            count[channel] = count.get(channel, 0) + 1
-    names = channel_names(problem)
-    known = channel_pairs(problem)  # a channel may be one of collectives alone
-    loads = [
-        ChannelLoad(names.get(c, f"channel {c}"), c, busy[c], size[c], count[c]) for c in busy if c in names or c not in known
-    ]
-    return tuple(sorted(loads, key=lambda load: (-load.busy_s, load.channel)))
+            busy_s, size_bytes, count = loads[channel]
+            loads[channel] = busy_s + (end - start), size_bytes + moved_bytes, count + 1
+    names, known = channel_names(run.problem), _channel_pairs(run.problem)  # a channel may be one of collectives alone
+    used = [ChannelLoad(names.get(c, f"channel {c}"), c, *load) for c, load in loads.items() if c in names or c not in known]
+    return tuple(sorted(used, key=lambda load: (-load.busy_s, load.channel)))
 
 
-def headline(bounds: StepBounds) -> str:
-    """Returns one sentence on what takes most of the step."""
-    step = bounds.step_time_s
-    if step <= 0:
-        return "the step takes no time"
-    work, move = bounds.seconds(COMPUTE), bounds.seconds(TRANSFER, COLLECTIVE)
-    queue, links = bounds.seconds(DEVICE), bounds.seconds(CHANNEL)
-    busiest = bounds.busiest
-    if busiest.busy_s >= 0.9 * step and queue >= 0.1 * step:
-        return f"{busiest.name} computes {_percent(busiest.busy_s / step)} of the step: its work bounds it"
-    if busiest.busy_s >= 0.9 * step:
-        return f"{_percent(work / step)} of the step goes by with ops that depend on one another, most on {busiest.name}"
-    named = (
-        (work, "ops that depend on one another"),
-        (move, "data on its way between devices"),
-        (queue, "ready ops that wait for a busy device"),
-        (links, "data that waits for a busy link"),
-    )
-    seconds, what = max(named)
-    return f"{_percent(seconds / step)} of the step goes by with {what}"
+def _channel_pairs(problem: Problem) -> dict[int, list[tuple[int, int]]]:
+    """Returns the pairs of devices that use each channel."""
+    pairs: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for i, row in enumerate(problem.links.effective_channels):
+        for j, channels in enumerate(row):
+            for channel in channels if i != j else ():
+                pairs[channel].append((i, j))
+    return pairs
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+def channel_names(problem: Problem) -> dict[int, str]:
+    """Names each channel by the pair that it joins, the device that it leaves or enters, or the pairs that share it.
 
-
-_COMMUNICATION = ("tensor", "gather", "exchange", "hand_over")
-
-
-@dataclass(frozen=True)
-class StrategyBounds:
-    """Where the time of a step goes, by the block executor.
-
-    Attributes:
-        seconds: On the busiest stage, by ``computing``, ``running again`` (recomputation, with its collectives),
-            ``communication``, ``waiting for other stages`` and ``updates``; they add up to the step.
-        blocks: First and last block of the busiest stage.
-        devices: Names of the devices of the busiest stage.
-        fullest: The device whose memory is fullest.
-        peak_bytes: Peak memory of the fullest device.
-        memory_bytes: Capacity of the fullest device; None without a limit.
+    Where the same pairs use several channels, such as the ports of the only two devices, the first one represents all.
     """
-
-    seconds: Mapping[str, float]
-    blocks: tuple[str, str]
-    devices: tuple[str, ...]
-    fullest: str
-    peak_bytes: int
-    memory_bytes: int | None
-
-    @property
-    def bound(self) -> str:
-        """The activity that takes most of the step."""
-        return max(self.seconds, key=lambda name: self.seconds[name])
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON data."""
-        return {**dataclasses.asdict(self), "bound": self.bound}
-
-    def lines(self) -> list[str]:
-        """For people."""
-        step_s = sum(self.seconds.values())
-        parts = sorted(self.seconds.items(), key=lambda item: -item[1])
-        shares = ", ".join(f"{name} {ms(seconds)} ms ({percent(seconds / step_s)})" for name, seconds in parts if seconds > 0)
-        span = " to ".join(dict.fromkeys(self.blocks))
-        among = " to ".join(dict.fromkeys((self.devices[0], self.devices[-1])))
-        room = (
-            "" if not self.memory_bytes else f" of {gb(self.memory_bytes)} GB ({percent(self.peak_bytes / self.memory_bytes)})"
-        )
-        return [
-            f"bounded by {self.bound}: {shares}",
-            f"busiest stage: {span} on {among}",
-            f"fullest device: {self.fullest}, {gb(self.peak_bytes)} GB{room}",
-        ]
+    first = {tuple(pairs): channel for channel, pairs in reversed(sorted(_channel_pairs(problem).items()))}
+    names = {channel: _channel_name(problem, list(pairs)) for pairs, channel in first.items()}
+    repeated: dict[str, list[int]] = defaultdict(list)
+    for channel, name in names.items():
+        repeated[name].append(channel)
+    twins = {channel: name for name, channels in repeated.items() if len(channels) > 1 for channel in channels}
+    return names | {channel: f"{name} (channel {channel})" for channel, name in twins.items()}
 
 
-def strategy_bounds(question: SearchProblem, draft: Draft) -> StrategyBounds:
-    """Evaluates a draft with and without what runs again.
+def _channel_name(problem: Problem, pairs: list[tuple[int, int]]) -> str:
+    sources, destinations = ([problem.devices[d].name for d in sorted(set(ends))] for ends in zip(*pairs, strict=True))
+    if len(pairs) == 1:
+        return pair_name(problem, *pairs[0])
+    if len(sources) == 1:
+        return f"out of {sources[0]}"
+    if len(destinations) == 1:
+        return f"into {destinations[0]}"
+    return "->".join(",".join(n) if len(n) <= 4 else f"{n[0]}..{n[-1]}" for n in (sources, destinations))
 
-    Raises:
-        InputError: It cannot be evaluated.
-    """
-    result, cluster = question.scores.evaluate(draft), question.cluster
-    pipelines = (dataclasses.replace(one, recompute=bytes(len(one.recompute))) for one in draft.pipelines)
-    plain = question.scores.evaluate(joined(pipelines)).parts
-    worked = sum(result.parts[name] for name in ("compute", "tensor"))
-    again_s = max(0.0, worked - plain["compute"] - plain["tensor"])
-    again_compute_s = min(again_s, max(0.0, result.parts["compute"] - plain["compute"]))
-    stage = draft.strategy(question.costs.names).stages[result.bottleneck]
-    peaks = list(zip(result.peak_memory_bytes, cluster.devices, strict=True))
-    peak, fullest = max(peaks, key=lambda pair: pair[0] / (pair[1].memory_bytes or float("inf")))
-    return StrategyBounds(
-        seconds={
-            "computing": result.parts["compute"] - again_compute_s,
-            "running again": again_s,
-            "communication": sum(result.parts[name] for name in _COMMUNICATION) - (again_s - again_compute_s),
-            "waiting for other stages": result.parts["bubble"],
-            "updates": result.parts["update"],
-        },
-        blocks=(stage.blocks[0], stage.blocks[-1]),
-        devices=tuple(cluster.devices[device].name for device in stage.devices),
-        fullest=fullest.name,
-        peak_bytes=peak,
-        memory_bytes=fullest.memory_bytes,
+
+def _stretch(run: SimulatedPlan, where: str, links: Sequence[Link]) -> Stretch:
+    problem = run.problem
+    waits = [link for link in links if link.cause not in (COMPUTE, TRANSFER, COLLECTIVE)]
+    longest = max(waits, key=lambda link: link.seconds, default=None)
+    blocker = problem.op_names[longest.blocker] if longest is not None and longest.blocker >= 0 else ""
+    first, last = (  # for a parameter that is sent, its group
+        problem.op_names[link.op] if link.op >= 0 else problem.group_names[link.group] for link in (links[0], links[-1])
     )
+    ops = first if first == last else f"{first} .. {last}"
+    if len(waits) == len(links) and longest is not None:
+        sentence = f"{ops} waits for {where}, {_reason(longest, blocker)}"
+    elif links[0].destination >= 0:
+        sentence = f"{ops} moves over {where}"
+    else:
+        sentence = f"{ops} communicates" if links[0].device < 0 else f"{where} computes {ops}"
+    if longest is not None and len(waits) < len(links):
+        sentence += f", waits included: {_reason(longest, blocker)}"
+    wait_s = sum(link.seconds for link in waits)
+    return Stretch(where, links[0].start_s, links[-1].end_s, wait_s, len(links), first, last, blocker, sentence)
+
+
+def _reason(wait: Link, blocker: str) -> str:
+    if wait.cause == ORDER:
+        return "idle until its turn comes"
+    return f"busy with {blocker}" if blocker else "behind earlier transfers" if wait.cause == CHANNEL else "busy"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from itertools import count
 
 import msgspec
 import numpy as np
@@ -71,7 +72,6 @@ def _extended(links: Links, like: int, peer: int) -> Links:
     fabrics = tuple(_joined(fabric, like, peer, len(latency) - 1) for fabric in links.fabrics)
     if links.channels is None:
         return Links(bandwidth, latency, None, fabrics)
-    count = len(links.channels)
     own = _own_channels(links, like)
     fresh = max((c for row in links.channels for held in row for c in held), default=-1) + 1
     copies = {channel: fresh + number for number, channel in enumerate(sorted(own))}
@@ -88,24 +88,23 @@ def _extended(links: Links, like: int, peer: int) -> Links:
     entering = tuple(c for c in links.channels[peer][like] if c in own)
     leaving = tuple(c for c in links.channels[like][peer] if c in own)
     last = fresh + len(copies)
-    rows[like][count] = tuple(dict.fromkeys((*out, *renamed(entering)))) if out else (last,)  # none: they have their own link
-    rows[count][like] = tuple(dict.fromkeys((*renamed(leaving), *back))) if back else (last + 1,)
+    rows[like][-1] = tuple(dict.fromkeys((*out, *renamed(entering)))) if out else (last,)  # none: they have their own link
+    rows[-1][like] = tuple(dict.fromkeys((*renamed(leaving), *back))) if back else (last + 1,)
     return Links(bandwidth, latency, tuple(tuple(row) for row in rows), fabrics)
 
 
 def _own_channels(links: Links, device: int) -> set[int]:
     """Returns channels that no pair without the device uses; with two devices, those on its side of a path."""
     assert links.channels is not None
-    count = len(links.channels)
-    if count == 2:
+    if len(links.channels) == 2:
         other = 1 - device
         out, back = links.channels[device][other], links.channels[other][device]
         own = {*(out[:1] if len(out) > 1 else out), *(back[-1:] if len(back) > 1 else back)}
         return own - (set() if len(out) == 1 else set(back[:1])) - (set() if len(back) == 1 else set(out[-1:]))
     mine, others = set[int](), set[int]()
-    for i in range(count):
-        for j in range(count):
-            (mine if device in (i, j) else others).update(links.channels[i][j])
+    for i, row in enumerate(links.channels):
+        for j, channels in enumerate(row):
+            (mine if device in (i, j) else others).update(channels)
     return mine - others
 
 
@@ -119,11 +118,11 @@ def _joined(fabric: Fabric, like: int, peer: int, new: int) -> Fabric:
 
 
 def _preset_links(problem: Problem) -> Links | None:
-    """Links of the problem's preset cluster with one more device, where the present devices keep theirs; else None."""
+    """Returns links of the problem's preset cluster with one more device, where the present devices keep theirs; else None."""
     from rlplace.cluster.parse import preset
     from rlplace.cluster.presets import KINDS
 
-    count = problem.num_devices
+    devices = problem.num_devices
     kinds = {device.kind for device in problem.devices}
     text = (problem.source or {}).get("cluster")
     match = _ONE_HOST.fullmatch(text) if isinstance(text, str) else None
@@ -131,24 +130,16 @@ def _preset_links(problem: Problem) -> Links | None:
     if kinds != {kind} or kind not in KINDS:
         return None
     try:
-        links = preset(f"{kind}:{count + 1}{options}").links
+        links = preset(f"{kind}:{devices + 1}{options}").links
     except InputError:
         return None
-    now = problem.links
-    same = all(
-        np.array_equal(getattr(links, field)[:count, :count], getattr(now, field))
-        for field in ("bandwidth_bytes_per_s", "latency_s")
-    )
-    return links if same else None
+    pairs = ((getattr(links, name), getattr(problem.links, name)) for name in ("bandwidth_bytes_per_s", "latency_s"))
+    return links if all(np.array_equal(more[:devices, :devices], now) for more, now in pairs) else None
 
 
 def _new_name(problem: Problem, name: str) -> str:
-    names = {device.name for device in problem.devices}
-    stem = re.sub(r"\d+$", "", name)
-    number = problem.num_devices
-    while f"{stem}{number}" in names:
-        number += 1
-    return f"{stem}{number}"
+    names, stem = {device.name for device in problem.devices}, name.rstrip("0123456789")
+    return next(new for number in count(problem.num_devices) if (new := f"{stem}{number}") not in names)
 
 
 def with_memory(problem: Problem, factor: float) -> Problem:
@@ -192,7 +183,7 @@ def quicker_links(links: Links, factor: float) -> Links:
 
 
 def with_free_links(problem: Problem) -> Problem:
-    """Transfers and the collectives of replicas take no time where there is a link."""
+    """Returns the problem with transfers and collectives of replicas that take no time where there is a link."""
     linked = problem.links.bandwidth_bytes_per_s > 0
     links = Links(np.where(linked, FREE_BYTES_PER_S, 0.0), np.zeros(problem.links.latency_s.shape), problem.links.channels)
     tables = {tensor: np.zeros(table.shape) for tensor, table in problem.tensor_transfer_s.items()}
@@ -201,16 +192,14 @@ def with_free_links(problem: Problem) -> Problem:
 
 def with_speed(problem: Problem, device: int, factor: float) -> Problem:
     """Returns the problem with one device faster by a factor."""
-    time_s = problem.time_s.copy()
-    members = [op for collective in problem.collectives for op in collective.ops]
-    own = np.ones(problem.num_ops, dtype=bool)
-    own[members] = False
+    time_s, own = problem.time_s.copy(), np.ones(problem.num_ops, dtype=bool)
+    own[[op for collective in problem.collectives for op in collective.ops]] = False
     time_s[own, device] /= factor
     return dataclasses.replace(problem, time_s=time_s)
 
 
 def without_optimizer(problem: Problem, keep: float = 0.0) -> Problem:
-    """Optimizer state cut to a share of its bytes, rounded up, where its size is known."""
+    """Cuts optimizer state to a share of its bytes, rounded up, where its size is known."""
     known = np.maximum(problem.optimizer_bytes, 0)
     kept = np.ceil(known * keep).astype(np.int64)
     optimizer = np.where(problem.optimizer_bytes >= 0, kept, -1)

@@ -1,12 +1,13 @@
-"""The comparison of two plans as data and as text: each plan, and what makes the difference."""
+"""Two plans side by side as data and as text, and what a plan must answer for that (`ExplainedStep`)."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from rlplace.explanation.what_if import WhatIf
 from rlplace.text import gb, ms, percent, table
 
 MOST_ROWS = 12
@@ -17,7 +18,7 @@ STRATEGY, PLACEMENT = "a whole strategy", "a placement of groups"
 
 @dataclass(frozen=True)
 class Side:
-    """One of the plans and what its step takes.
+    """One of the plans and the cost of its step.
 
     Attributes:
         kind: `STRATEGY` or `PLACEMENT`.
@@ -43,35 +44,34 @@ class Side:
     path: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-def side_lines(a: Side, b: Side) -> list[str]:
-    """Returns two plans as a table."""
-    steps = a.step_time_s, b.step_time_s
-    rows = [
-        ["planner", a.planner, b.planner, ""],
-        ["step ms", ms(steps[0]), ms(steps[1]), _relative(*steps) if a.samples == b.samples else "other samples"],
-        ["samples/s", *(f"{side.samples / side.step_time_s:.2f}" if side.step_time_s else "-" for side in (a, b)), ""],
-        ["feasible", *("yes" if side.feasible else "no" for side in (a, b)), ""],
-    ]
-    for prefix, here, there in (("", a.parts, b.parts), ("path, ", a.path, b.path)):
-        for name in dict.fromkeys([*here, *there]):
-            pair = here.get(name), there.get(name)
-            if any(pair):
-                rows.append([f"{prefix}{name} ms", ms(pair[0]), ms(pair[1]), _relative(*pair)])
-    for name in dict.fromkeys([*a.peak_bytes, *b.peak_bytes]):
-        peaks = a.peak_bytes.get(name), b.peak_bytes.get(name)
-        rows.append([f"peak GB of {name}", gb(peaks[0]), gb(peaks[1]), _relative(*peaks)])
-    return table(["", "first", "second", "change"], rows)
+class StepBoundary(Protocol):
+    """The bounds of a step as text."""
+
+    def lines(self) -> list[str]:
+        """Returns them for people."""
 
 
-def _relative(here: float | None, there: float | None) -> str:
-    """What the second takes more than the first."""
-    if here is None or there is None or here <= 1e-12 * there:  # nothing, but for rounding
-        return ""
-    return percent(there / here - 1.0, sign=True) if abs(there - here) > 5e-4 * abs(here) else "same"
+class ExplainedStep(Protocol):
+    """The step of a plan: `PlacementStep`, simulated on its problem, or `StrategyStep`, priced block by block."""
+
+    def bounds(self) -> StepBoundary:
+        """Returns the bounds of the step, which completes."""
+
+    def what_if(self, *, calls: int, time_limit_s: float | None, seed: int) -> tuple[WhatIf, ...]:
+        """Returns the plan on its own hardware, then one change at a time.
+
+        Args:
+            calls: Simulations of each search, beside the classical floor of placements; 0: nothing is planned anew.
+            time_limit_s: Seconds of each search.
+            seed: Seed of the searches.
+        """
+
+    def side(self) -> Side:
+        """Returns the plan as one side of a comparison."""
 
 
 @dataclass(frozen=True)
-class Block:
+class MovedBlock:
     """Groups of one module that the plans have on different devices.
 
     Attributes:
@@ -79,8 +79,8 @@ class Block:
         source: Device in the first plan.
         destination: Device in the second.
         groups: Their names.
-        effect_s: What the first plan's step gains when this block alone moves; None when it was not simulated, or the step
-            then cannot complete.
+        effect_s: Change of the first plan's step when this block alone moves; None when it was not simulated, or the step then
+            cannot complete.
         feasible: Whether that plan fits.
     """
 
@@ -93,15 +93,15 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Word:
-    """Something that two strategies say differently.
+class ChangedWord:
+    """A choice in which two strategies differ.
 
     Attributes:
-        name: What it is about.
-        first: How the first says it.
-        second: How the second does.
-        effect_s: What the first plan's step gains when it says this as the second does; None where it cannot.
-        note: What else to know of the effect.
+        name: The choice.
+        first: Its value in the first strategy.
+        second: Its value in the second.
+        effect_s: Change of the first plan's step when this choice alone is the second's; None where it cannot be.
+        note: A remark on the effect.
     """
 
     name: str
@@ -117,45 +117,45 @@ class Difference:
 
     Attributes:
         first, second: The plans.
-        settings: By name what two placements say differently: (first, second).
+        settings: By name the settings in which two placements differ: (first, second).
         renamed: Devices of the second placement by the name under which they are compared; empty when none had to be.
         blocks: Groups that differ, largest effect first.
         same_groups: Groups on the same device.
-        words: What two strategies say differently.
+        words: Choices in which two strategies differ.
         lines: Recomputation and offload, block by block where they differ.
-        notes: What else to know.
+        notes: Further remarks.
     """
 
     first: Side
     second: Side
     settings: Mapping[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[MovedBlock, ...] = ()
     same_groups: int = 0
-    words: tuple[Word, ...] = ()
+    words: tuple[ChangedWord, ...] = ()
     lines: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def change_s(self) -> float | None:
-        """What the second plan's step takes more than the first's."""
+        """Step time of the second plan minus that of the first."""
         if self.first.step_time_s is None or self.second.step_time_s is None:
             return None
         return self.second.step_time_s - self.first.step_time_s
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON data."""
+        """Returns plain JSON data."""
         return {**dataclasses.asdict(self), "change_s": self.change_s}
 
     def text(self) -> str:
-        """For people."""
+        """Returns the comparison for people."""
         a, b = self.first, self.second
         if a.kind == b.kind == PLACEMENT:
-            lines = [*side_lines(a, b), *self._groups()]
+            lines = [*self._sides(), *self._groups()]
         else:
             samples = f"{a.samples} samples" if a.samples == b.samples else f"{a.samples} and {b.samples} samples"
             compared = "two whole strategies" if a.kind == b.kind else f"{a.kind} against {b.kind}"
-            lines = [f"{compared}, {samples} a step", f"first: {a.words}", f"second: {b.words}", "", *side_lines(a, b)]
+            lines = [f"{compared}, {samples} a step", f"first: {a.words}", f"second: {b.words}", "", *self._sides()]
         if self.words:
             rows = [[word.name, word.first, word.second, ms(word.effect_s, sign=True), word.note] for word in self.words]
             lines += ["", *table(["put alone into the first", "<first", "<second", "step ms", "<"], rows)]
@@ -163,26 +163,46 @@ class Difference:
             lines += ["", "the strategies say the same"]
         return "\n".join([*lines, *self.lines, *(f"note: {note}" for note in self.notes)])
 
+    def _sides(self) -> list[str]:
+        """Returns the steps of both plans as a table."""
+        a, b = self.first, self.second
+        steps = a.step_time_s, b.step_time_s
+        rows = [
+            ["planner", a.planner, b.planner, ""],
+            ["step ms", ms(steps[0]), ms(steps[1]), _relative(*steps) if a.samples == b.samples else "other samples"],
+            ["samples/s", *(f"{side.samples / side.step_time_s:.2f}" if side.step_time_s else "-" for side in (a, b)), ""],
+            ["feasible", *("yes" if side.feasible else "no" for side in (a, b)), ""],
+        ]
+        for prefix, here, there in (("", a.parts, b.parts), ("path, ", a.path, b.path)):
+            for name in dict.fromkeys([*here, *there]):
+                pair = here.get(name), there.get(name)
+                if any(pair):
+                    rows.append([f"{prefix}{name} ms", ms(pair[0]), ms(pair[1]), _relative(*pair)])
+        for name in dict.fromkeys([*a.peak_bytes, *b.peak_bytes]):
+            peaks = a.peak_bytes.get(name), b.peak_bytes.get(name)
+            rows.append([f"peak GB of {name}", gb(peaks[0]), gb(peaks[1]), _relative(*peaks)])
+        return table(["", "first", "second", "change"], rows)
+
     def _groups(self) -> list[str]:
-        """Returns how two placements differ."""
+        """Returns the differences of two placements."""
         lines = [f"{name}: {here} in the first, {there} in the second" for name, (here, there) in self.settings.items()]
         if self.renamed:
             pairs = ", ".join(f"{there} as {here}" for there, here in self.renamed.items())
             lines.append(f"devices of the second plan are compared under other names of their kind: {pairs}")
         count = sum(len(block.groups) for block in self.blocks)
         lines += ["", f"{self.same_groups} groups sit alike, {count} differ"]
-        if self.blocks:
-            rows = [
-                [
-                    block.module,
-                    f"{block.source} -> {block.destination}",
-                    str(len(block.groups)),
-                    ms(block.effect_s, sign=True),
-                    "" if block.feasible or block.effect_s is None else "does not fit alone",
-                ]
-                for block in self.blocks[:MOST_ROWS]
-            ]
-            lines += table(["moved alone", "<", "groups", "step ms", "<"], rows)
-            if len(self.blocks) > MOST_ROWS:
-                lines.append(f"{len(self.blocks) - MOST_ROWS} more blocks")
-        return lines
+        rows = []
+        for block in self.blocks[:MOST_ROWS]:
+            path, note = f"{block.source} -> {block.destination}", "" if block.feasible else "does not fit alone"
+            effect = ms(block.effect_s, sign=True)
+            rows.append([block.module, path, str(len(block.groups)), effect, "" if block.effect_s is None else note])
+        lines += table(["moved alone", "<", "groups", "step ms", "<"], rows) if rows else []
+        more = len(self.blocks) - MOST_ROWS
+        return [*lines, f"{more} more blocks"] if more > 0 else lines
+
+
+def _relative(here: float | None, there: float | None) -> str:
+    """Returns the second value relative to the first."""
+    if here is None or there is None or here <= 1e-12 * there:  # nothing, but for rounding
+        return ""
+    return percent(there / here - 1.0, sign=True) if abs(there - here) > 5e-4 * abs(here) else "same"

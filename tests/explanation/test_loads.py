@@ -6,7 +6,7 @@ import pytest
 from rlplace.cluster.links import Device
 from rlplace.explanation.bounds import step_bounds
 from rlplace.explanation.changes import with_links, with_speed, without_optimizer
-from rlplace.explanation.missing import only_plan_short
+from rlplace.explanation.relax import shortage_of_only_plan
 from rlplace.plan import make_plan
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
@@ -46,7 +46,7 @@ def test_a_single_device_lacks_what_does_not_fit_beside_its_reserved_bytes():
         )
         data = problem_to_dict(problem)
         data["devices"][0]["reserved_bytes"] = device.reserved_bytes
-        assert only_plan_short(problem_from_dict(data)) == short
+        assert shortage_of_only_plan(problem_from_dict(data)) == short
 
 
 def test_a_quicker_device_computes_faster_and_moves_no_faster():

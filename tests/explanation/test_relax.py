@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import rlplace
-from rlplace.explanation.missing import FIXED, GROUP, NOWHERE, OTHER, TOTAL
-from rlplace.explanation.relax import STRATEGIES, relax
+from rlplace.explanation.relax import FIXED, GROUP, NOWHERE, OTHER, STRATEGIES, TOTAL, relax
 from rlplace.plan import make_plan
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem

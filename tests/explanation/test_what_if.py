@@ -13,7 +13,7 @@ from rlplace.cluster import Cluster
 from rlplace.cluster.links import Device, Links
 from rlplace.errors import InputError
 from rlplace.explanation import changes
-from rlplace.explanation.placement_what_if import placement_what_if
+from rlplace.explanation.placements import PlacementStep
 from rlplace.explanation.what_if import AS_IS
 from rlplace.plan import make_plan
 from rlplace.problem.generate import random_problem
@@ -23,7 +23,7 @@ from tests.toys import fork_join, memory_tight_pair, two_device_chain, unlike_pa
 
 
 def asked(problem, devices, calls=32, **fields):
-    found = placement_what_if(run_plan(problem, make_plan(problem, devices, planner="test", **fields)), calls=calls)
+    found = PlacementStep(run_plan(problem, make_plan(problem, devices, planner="test", **fields))).what_if(calls=calls)
     return {answer.change: answer for answer in found}
 
 

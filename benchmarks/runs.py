@@ -5,7 +5,7 @@
     python -m benchmarks.runs --split tune --seeds 2
     python -m benchmarks.runs --table
 
-An instance is a captured model on a preset cluster; a truth (`rlplace.measure.truths`) is drawn for each seed. A rule chooses
+An instance is a captured model on a preset cluster; a truth (`rlplace.measure.world`) is drawn for each seed. A rule chooses
 among what the planner proposes, and sees step times and memory of what it has run. After every run the corrected model is asked
 for better strategies, which join the candidates, for all rules alike. The figure is the step time of the quickest run over the
 least that is known for the truth: of all candidates, and of a search that knows it. Before anything has run it counts 3.
@@ -33,10 +33,10 @@ from benchmarks.runs_policy import load_runs, rule_of, train_runs
 from rlplace.cluster.parse import parse
 from rlplace.envs.cluster import Scenario
 from rlplace.errors import RlplaceError
-from rlplace.measure.belief import Belief, Ran
+from rlplace.measure.belief import RULES, Belief, Observation, expected, least
 from rlplace.measure.pool import Pool, candidates, first_pool
-from rlplace.measure.session import RULES, expected, least, planned_again
-from rlplace.measure.truths import Truth
+from rlplace.measure.session import replan
+from rlplace.measure.world import Truth
 from rlplace.model.zoo import load_model
 from rlplace.strategy.search.plan import ask
 from rlplace.strategy.search.tries import SearchProblem
@@ -120,7 +120,7 @@ def thompson(belief: Belief, rng: Generator) -> int | None:
     """The best of one draw of all step times, among what fits in it."""
     if belief.best is None:
         return expected(belief)
-    drawn = rng.multivariate_normal(belief.mean, belief.cover, method="eigh")
+    drawn = rng.multivariate_normal(belief.mean, belief.covariance, method="eigh")
     fits = rng.random(len(drawn)) < belief.fits
     return least(belief, np.where(fits, drawn, drawn + 10.0))
 
@@ -146,10 +146,10 @@ def play(rule: Rule, pool: Pool, truth: Truth, seed: int) -> tuple[list[float], 
         if chosen is not None:
             ended = truth.run(belief.pool.drafts[chosen], rng)
             step_s, shown = ended.step_s[0] if ended.step_s else None, (ended.pace_s, ended.stage_busy_s)
-            belief = belief.told(Ran(chosen, step_s, ended.share, step_s is None, *shown))
+            belief = belief.update(Observation(chosen, step_s, ended.share, step_s is None, *shown))
             said.append("out of memory" if step_s is None else "ran")
-            belief = Belief(planned_again(belief, truth.question), belief.ran)
-        done = [truth.step_s(belief.pool.drafts[ran.candidate]) for ran in belief.ran if ran.step_s is not None]
+            belief = Belief(replan(belief, truth.question), belief.observations)
+        done = [truth.step_s(belief.pool.drafts[ran.candidate]) for ran in belief.observations if ran.step_s is not None]
         best.append(min(done, default=math.inf))
     return best, said
 
@@ -158,7 +158,7 @@ def optimum(pool: Pool, truth: Truth) -> float:
     """The least step time that is known for a truth."""
     drafts = list(pool.drafts)
     try:
-        drafts += candidates(truth.asked, 600, 8)
+        drafts += candidates(truth.true_problem, 600, 8)
     except RlplaceError:
         pass
     return min((truth.step_s(draft) for draft in drafts if truth.share(draft) <= 1.0), default=math.inf)

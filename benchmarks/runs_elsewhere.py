@@ -2,7 +2,7 @@
 
     python -m benchmarks.runs_elsewhere [--truths 8]
 
-Two models have four runs each on a made-up truth (`rlplace.measure.truths`) of a preset cluster. Three other models are
+Two models have four runs each on a made-up truth (`rlplace.measure.world`) of a preset cluster. Three other models are
 planned for on the same truth, and on one that has nothing in common with it but the kinds of devices. Printed are, without and
 with those runs: the mean absolute error of the log of expected step times of all candidates before anything ran here, the mean
 square of errors over stated standard deviations (1 where they are honest), and the step time of the quickest run over the least
@@ -21,11 +21,11 @@ import numpy as np
 from benchmarks.runs import BATCH, CAPTURED, MODELS, NEVER
 from rlplace.cluster.parse import parse
 from rlplace.errors import RlplaceError
-from rlplace.measure.belief import Belief, Ran
+from rlplace.measure.belief import Belief, Observation, improvement
 from rlplace.measure.log import Run
 from rlplace.measure.pool import Pool, first_pool
-from rlplace.measure.session import improvement, run_of
-from rlplace.measure.truths import Truth
+from rlplace.measure.session import run_of
+from rlplace.measure.world import Truth
 from rlplace.model.capture.capture import capture
 from rlplace.model.graph.opgraph import OpGraph
 from rlplace.model.zoo import load_model
@@ -69,7 +69,7 @@ def runs_there(cluster: str, seed: int) -> tuple[Run, ...]:
         ran = [(number, truth.run(pool.drafts[number], rng)) for number in rng.permutation(len(pool.drafts))]
         done = [(number, ended.step_s) for number, ended in ran if ended.status == "done"][:RUNS]
         found += [
-            run_of(pool.drafts[number], pool.said[number], names, question.cluster, status="done", step_s=step_s)
+            run_of(pool.drafts[number], pool.steps[number], names, question.cluster, status="done", step_s=step_s)
             for number, step_s in done
         ]
     return tuple(found)
@@ -80,13 +80,13 @@ def figures(question: SearchProblem, pool: Pool, seed: int, elsewhere: tuple[Run
     truth, belief = Truth.drawn(question, seed), Belief(pool, elsewhere=elsewhere)
     log_s = np.log([truth.step_s(draft) for draft in pool.drafts])
     fits = np.array([truth.share(draft) <= 1.0 for draft in pool.drafts])
-    wrong, spread, least = belief.mean - log_s, belief.spread, log_s[fits].min(initial=math.inf)
+    wrong, spread, least = belief.mean - log_s, belief.std, log_s[fits].min(initial=math.inf)
     rng, best, over = np.random.default_rng(seed), math.log(NEVER), []
     for _ in range(2):
         if (chosen := improvement(belief)) is not None:
             ended = truth.run(pool.drafts[chosen], rng)
             step_s = ended.step_s[0] if ended.step_s else None
-            belief = belief.told(Ran(chosen, step_s, ended.share, step_s is None, ended.pace_s, ended.stage_busy_s))
+            belief = belief.update(Observation(chosen, step_s, ended.share, step_s is None, ended.pace_s, ended.stage_busy_s))
             best = best if step_s is None else min(best, log_s[chosen] - least)
         over.append(best)
     return [float(np.abs(wrong).mean()), float(((wrong / spread) ** 2).mean()), *over]

@@ -210,9 +210,9 @@ def play(lab: Lab, plan: PlacementPlan, rule: str, seed: int) -> tuple[list[floa
     session = Session(lab.question, plan, lab, rule=rule, seed=seed)
     best, said = [], []
     for number, (_, run) in enumerate(session.runs(RUNS)):
-        done = [ran.step_s for ran in session.belief.ran if ran.step_s is not None]
+        done = [ran.step_s for ran in session.belief.observations if ran.step_s is not None]
         best.append(min(done, default=float("inf")))
-        draft = session.belief.pool.drafts[session.belief.ran[number].candidate]
+        draft = session.belief.pool.drafts[session.belief.observations[number].candidate]
         said.append(
             {
                 "kind": kind_of(draft), "schedule": draft.schedule, "microbatches": draft.microbatches, "bounds": draft.bounds,

@@ -138,13 +138,13 @@ def rule_of(network: RunsNetwork, runs: int = 5) -> Callable[[Belief, Generator]
     """The policy as a rule of `rlplace.measure.session`: the best score of what has not run; it never stops early."""
 
     def choose(belief: Belief, rng: Generator) -> int | None:
-        if not belief.left.any():
+        if not belief.untried.any():
             return None
         count = len(belief.pool.drafts)
         stages = max(sum(one.stages for one in draft.pipelines) for draft in belief.pool.drafts)
-        seen = {**observe(belief, max(runs, len(belief.ran) + 1), count), **plan_graphs(belief.pool, count, stages)}
+        seen = {**observe(belief, max(runs, len(belief.observations) + 1), count), **plan_graphs(belief.pool, count, stages)}
         with torch.no_grad():
             scores = network.look({name: torch.from_numpy(value[None]) for name, value in seen.items()})[0][0].numpy()
-        return int(np.argmax(np.where(belief.left, scores[:count], -np.inf)))
+        return int(np.argmax(np.where(belief.untried, scores[:count], -np.inf)))
 
     return choose

@@ -1,7 +1,7 @@
 """``rlplace/Cluster-v0``: which strategy to run next on a cluster whose truth is hidden.
 
 An episode is a model on a cluster. The planner has proposed candidates; the cost model says what they take, and is wrong by
-something that is drawn anew in each episode (`rlplace.measure.truths`), or was measured (`Scenario.replayed`). An action runs
+something that is drawn anew in each episode (`rlplace.measure.world`), or was measured (`Scenario.replayed`). An action runs
 a candidate, which shows its step time and memory or that it does not fit, or stops. The observation is the belief after all
 runs (`rlplace.measure.belief`), as a graph: a node for each candidate (what it is expected to take, how sure that is, whether
 it will fit, what it took), the correlation of any two, and the stages of each one's plan with the places that hold them. K
@@ -31,12 +31,10 @@ from rlplace.envs.guide.features import CLIP
 from rlplace.envs.instance import FinalReward, log_ratio
 from rlplace.envs.observation import NUM_CONTEXT
 from rlplace.errors import InputError
-from rlplace.measure.belief import Belief, Ran
+from rlplace.measure.belief import LOST, Belief, Observation, expected_improvement
 from rlplace.measure.log import Run
 from rlplace.measure.pool import CHOICES, Pool, first_pool, pool_of
-from rlplace.measure.session import LOST, gain_of
-from rlplace.measure.truths import NOISE, Truth
-from rlplace.measure.world import Worlds
+from rlplace.measure.world import NOISE, Truth, Worlds
 from rlplace.plan.strategy import Strategy
 from rlplace.strategy.costs import Floats
 from rlplace.strategy.drafts import Draft, draft_of_strategy
@@ -52,7 +50,7 @@ class Scenario:
         pool: The candidates.
         step_s: float64 [C], true step times.
         share: float64 [C], true shares of the fullest device's memory; above 1 a run does not fit.
-        pace_s: By device, what a run shows of its speed; see `rlplace.measure.belief.Ran`.
+        pace_s: By device, what a run shows of its speed; see `rlplace.measure.belief.Observation`.
         stage_busy_s: By candidate and stage, likewise.
     """
 
@@ -131,9 +129,10 @@ FEATURES = (
     "expected_gain", "expected", "spread", "fits", "full", "by_the_model", "tells", "ran", "took",
     *(f"of {name}" for name in CHOICES), *(f"in {part}" for part in PARTS),
 )  # fmt: skip
-"""Of a candidate: `rlplace.measure.session.gain_of`; expected log step time over the best that ran; its standard deviation; the
-chance that it fits; log of its share of memory; log step time by the cost model over the least; how much it tells of others;
-whether it has run, and the log of its step time over that by the cost model; its strategy, and shares of its step."""
+"""Of a candidate: `rlplace.measure.belief.expected_improvement`; expected log step time over the best that ran; its standard
+deviation; the chance that it fits; log of its share of memory; log step time by the cost model over the least; how much it
+tells of others; whether it has run, and the log of its step time over that by the cost model; its strategy, and shares of its
+step."""
 
 STAGE_FEATURES = ("busy", "blocks", "replicas", "shared", "tensor", "level", "recomputed", "full")
 """Of a stage: its passes over the step by the cost model; share of the blocks; degrees, as logarithms to base 2; sharding level
@@ -169,7 +168,7 @@ def plan_graphs(pool: Pool, candidates: int, stages: int) -> dict[str, NDArray[A
     table = np.zeros((candidates + 1, stages, len(STAGE_FEATURES)), dtype=np.float32)
     place = np.full((candidates + 1, stages), -1, dtype=np.int32)
     for number in range(len(pool.drafts)):
-        rows, held = stages_of(pool.drafts[number], pool.said[number], pool.worlds.cluster)
+        rows, held = stages_of(pool.drafts[number], pool.steps[number], pool.worlds.cluster)
         table[number, : len(rows)], place[number, : len(rows)] = rows[:stages], held[:stages]
     return {"stages": np.clip(table, -CLIP, CLIP).ravel(), "place": place.ravel()}
 
@@ -187,28 +186,28 @@ def observe(belief: Belief, runs: int, candidates: int) -> dict[str, NDArray[Any
         [(K + 1)^2], correlations of log step times, and ``context`` [C].
     """
     pool, count = belief.pool, len(belief.pool.drafts)
-    mean, spread, fits = belief.mean, belief.spread, belief.fits
+    mean, spread, fits = belief.mean, belief.std, belief.fits
     likely = fits >= 0.5
     base = math.log(float(belief.best.step_s or 0.0)) if belief.best else float(mean[likely].min(initial=mean.max()))
-    correlation = belief.cover / np.outer(spread, spread)
+    correlation = belief.covariance / np.outer(spread, spread)
     others = np.abs(correlation)
     alike = np.zeros((candidates + 1, candidates + 1), dtype=np.float32)
     alike[:count, :count] = np.clip(correlation, -1.0, 1.0)
     ran, took, by_model = np.zeros(count), np.zeros(count), np.log(pool.by_model_s)
-    for one in belief.ran:
+    for one in belief.observations:
         ran[one.candidate] = 1.0
         took[one.candidate] = 0.0 if one.step_s is None else math.log(one.step_s) - by_model[one.candidate]
     columns = [
-        gain_of(belief), mean - base, spread, fits, np.log(np.maximum(pool.share, 1e-3)),
+        expected_improvement(belief), mean - base, spread, fits, np.log(np.maximum(pool.share, 1e-3)),
         by_model - by_model.min(), others.mean(axis=1), ran, took, *pool.features.T,
     ]  # fmt: skip
     table = np.zeros((candidates + 1, len(FEATURES)), dtype=np.float32)
     table[:count] = np.clip(np.stack(columns, axis=1), -CLIP, CLIP)
     group = np.full(candidates + 1, -1, dtype=np.int32)
-    group[:count] = np.where(belief.left, np.arange(count), -1)
-    lost = sum(ran.step_s is None for ran in belief.ran)
+    group[:count] = np.where(belief.untried, np.arange(count), -1)
+    lost = sum(ran.step_s is None for ran in belief.observations)
     context = [
-        len(belief.ran) / runs, lost / runs, float(belief.best is not None), float(spread.mean()), float(spread.min()),
+        len(belief.observations) / runs, lost / runs, float(belief.best is not None), float(spread.mean()), float(spread.min()),
         float(mean[likely].min(initial=base) - base), float(fits.mean()), math.log2(count) / 8.0,
     ]  # fmt: skip
     found = np.clip(np.array(context, dtype=np.float32), -CLIP, CLIP)
@@ -297,8 +296,8 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
         fits = share <= 1.0
         step_s = float(scenario.step_s[action] * math.exp(self.np_random.normal(0.0, NOISE))) if fits else None
         busy_s = scenario.stage_busy_s[action] if fits and scenario.stage_busy_s else ()
-        self.belief = self.belief.told(
-            Ran(int(action), step_s, share if fits else None, not fits, scenario.pace_s if fits else (), busy_s)
+        self.belief = self.belief.update(
+            Observation(int(action), step_s, share if fits else None, not fits, scenario.pace_s if fits else (), busy_s)
         )
         reward = self._worth() - before - self.run_cost - (0.0 if fits else self.loss_cost)
         return self._observe(), reward, over, False, self._info()
@@ -306,18 +305,18 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
     @property
     def over(self) -> float:
         """Log of the true step time of the quickest run over the least of all candidates."""
-        done = [ran.candidate for ran in self.belief.ran if ran.step_s is not None]
+        done = [ran.candidate for ran in self.belief.observations if ran.step_s is not None]
         return LOST if not done else min(LOST, math.log(float(self.scenario.step_s[done].min()) / self.scenario.least_s))
 
     def _worth(self) -> float:
         """What `reward` says of the quickest run."""
-        done = [ran.candidate for ran in self.belief.ran if ran.step_s is not None]
+        done = [ran.candidate for ran in self.belief.observations if ran.step_s is not None]
         return max(-LOST, self._reward(float(self.scenario.step_s[done].min()), self.scenario.least_s)) if done else -LOST
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Returns bool [K + 1]: what has not run yet, and to stop once something has."""
         mask = np.zeros(self.candidates + 1, dtype=bool)
-        mask[: len(self.belief.pool.drafts)] = self.belief.left
+        mask[: len(self.belief.pool.drafts)] = self.belief.untried
         mask[-1] = self.belief.best is not None or not mask.any()
         return mask
 
@@ -327,7 +326,7 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
             return None
         lines = [
             f"candidate {ran.candidate}: " + ("out of memory" if ran.step_s is None else f"{1e3 * ran.step_s:.3f} ms")
-            for ran in self.belief.ran
+            for ran in self.belief.observations
         ]
         return "\n".join([*lines, f"{100 * math.expm1(self.over):.1f} % over the best"])
 
@@ -341,6 +340,6 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
     def _info(self) -> dict[str, Any]:
         return {
             "over": math.exp(self.over),
-            "runs": len(self.belief.ran),
-            "lost": sum(r.step_s is None for r in self.belief.ran),
+            "runs": len(self.belief.observations),
+            "lost": sum(r.step_s is None for r in self.belief.observations),
         }

@@ -237,7 +237,7 @@ class CapturedModel:
 
     @property
     def facts(self) -> ModelFacts | None:
-        """What the runtime can execute of the model; None where it was not examined."""
+        """Facts on the model for the runtime; None where it was not examined."""
         return None if self.examine is None else self.examine()
 
     def why_no_placement(self) -> str | None:
@@ -363,7 +363,7 @@ def what_may_be(
 
 
 def default_batch(cluster: Cluster, graph: OpGraph | None = None) -> int:
-    """Default samples a step: `PER_DEVICE` a device, or those of a graph that has one size only."""
+    """Returns default samples a step: `PER_DEVICE` a device, or those of a graph that has one size only."""
     return (PER_DEVICE if graph is None else graph.samples) * cluster.num_devices
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """What was captured.
+    """The arguments of a capture.
 
     Attributes:
         model: MODEL text.
@@ -92,7 +92,7 @@ class Planned:
 
     @cached_property
     def recipe(self) -> Recipe:
-        """How the model is built; building runs code where the model is a function of a module, and says so.
+        """The arguments of the model's capture; building runs code where the model is a function of a module, and says so.
 
         Raises:
             InputError: The plan was not made from a MODEL text.
@@ -175,7 +175,7 @@ class Planned:
         _ = self.cluster, self.graph
 
     def capture(self, samples: int, method: str | None = None) -> OpGraph:
-        """Captures the model with so many samples, by the plan's method or another one."""
+        """Captures the model with so many samples, by the plan's method or by `method`."""
         from rlplace.model.capture.capture import capture
 
         recipe, source = self.recipe, self.source

@@ -14,7 +14,7 @@ from rlplace.cluster.parse import parse
 from rlplace.envs.cluster import Scenario, default_questions
 from rlplace.errors import unknown_name
 from rlplace.measure.pool import first_pool
-from rlplace.measure.truths import Truth
+from rlplace.measure.world import Truth
 from rlplace.runtime.strategy.why_not import judge
 from rlplace.strategy.search.plan import ask
 from rlplace.strategy.search.tries import SearchProblem

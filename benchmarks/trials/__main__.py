@@ -236,7 +236,7 @@ def _warm() -> None:
         "rlplace.strategy.search.branches",
         "rlplace.runtime.job.distribute", "rlplace.runtime.strategy.run", "rlplace.runtime.strategy.facts",
         "rlplace.strategy.search.plan", "rlplace.placement.round_robin", "rlplace.placement.common.repair",
-        "rlplace.explanation.compare.measure", "rlplace.runtime.placement.placed_model",
+        "rlplace.explanation.compare.rows", "rlplace.runtime.placement.placed_model",
         "rlplace.model.zoo.load", "rlplace.agents.compile_ahead", "rlplace.simulator.loop",
     ):  # fmt: skip
         importlib.import_module(name)

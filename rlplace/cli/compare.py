@@ -66,7 +66,7 @@ def run(options: CompareOptions) -> int:
     """Runs the verb."""
     from rlplace.explanation.compare import Settings, Store, compare, count_rows, gather
     from rlplace.explanation.compare.records import SPLIT
-    from rlplace.explanation.compare.run import STRATEGIES
+    from rlplace.explanation.compare.rows import STRATEGIES
     from rlplace.files import write_text
 
     names = _planners(options)
@@ -109,7 +109,7 @@ def run(options: CompareOptions) -> int:
 
 
 def _planners(options: CompareOptions) -> list[str]:
-    from rlplace.explanation.compare.run import STRATEGIES
+    from rlplace.explanation.compare.rows import STRATEGIES
     from rlplace.placement import get_planner, planner_names
 
     if options.planners.strip() == ALL:

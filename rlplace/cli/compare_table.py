@@ -54,7 +54,7 @@ def print_summaries(comparison: Comparison, title: str) -> None:
 
 def legend(comparison: Comparison, reference: str, tie: float) -> str:
     """Explains the numbers of a table: executor, budget, reference and seeds."""
-    from rlplace.explanation.compare.run import STRATEGIES
+    from rlplace.explanation.compare.rows import STRATEGIES
 
     settings = comparison.settings
     budget = f"{settings.time_limit_s:g} s a plan"

@@ -82,8 +82,7 @@ def run(options: FinetuneOptions) -> int:
 
 
 def _session(options: FinetuneOptions, log: Any) -> None:
-    from rlplace.measure.launch import launcher, local_command
-    from rlplace.measure.session import Session
+    from rlplace.measure.session import Session, launcher, local_command
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run in progress is ended, too
     machine = machine_of(options.cluster)
@@ -94,8 +93,8 @@ def _session(options: FinetuneOptions, log: Any) -> None:
     planned = _planned(options, machine)
     say("choosing what may be worth a run")
     session = Session(planned, launch, log=log, rule=options.rule, seed=options.seed, site=options.site, elsewhere=others)
-    if session.belief.ran:
-        say(f"{len(session.belief.ran)} runs of {options.log} are known")
+    if session.belief.observations:
+        say(f"{len(session.belief.observations)} runs of {options.log} are known")
     ran: list[tuple[PlacementPlan, Run]] = []
     for each in session.runs(options.runs):
         ran.append(each)
@@ -108,10 +107,10 @@ def _others(options: FinetuneOptions, machine: Cluster) -> tuple[Run, ...]:
     if not options.others:
         return ()
     from rlplace.measure.log import read_runs
-    from rlplace.measure.session import telling
+    from rlplace.measure.session import transferable
 
     runs = [run for path in options.others for run in read_runs(path)]
-    found = telling(runs, machine)
+    found = transferable(runs, machine)
     say(f"{len(found)} of {len(runs)} runs elsewhere tell of this cluster: they took a time on devices of the same kinds")
     return found
 

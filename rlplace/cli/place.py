@@ -204,7 +204,7 @@ def _progress_line() -> Iterator[Callable[[int, float], None] | None]:
 def _place_groups(options: PlaceOptions, reason: str) -> tuple[PlacementPlan, Callable[[], None]]:
     """Returns the best placement, and a function that prints it."""
     from rlplace.api import WHOLE_LOSS
-    from rlplace.explanation.compare.measure import takes_calls
+    from rlplace.explanation.compare.rows import takes_calls
     from rlplace.placement.ask import place_priced
 
     for name in options.given(("batch_curve", "microbatches", "schedule")):

@@ -51,7 +51,7 @@ def run(options: TrainOptions) -> int:
     from rlplace.agents.train import train
     from rlplace.cli.compare_table import print_summaries
     from rlplace.envs.base import PLACEMENT, REFINEMENT
-    from rlplace.explanation.compare.closing import compare_agent
+    from rlplace.explanation.compare.run import compare_agent
     from rlplace.files import check_folder
 
     _check_device(options.device)

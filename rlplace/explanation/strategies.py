@@ -1,4 +1,4 @@
-"""The step of a whole strategy, explained: its bounds, what other hardware would bring, and the difference from another one.
+"""The step of a whole strategy, explained: its bounds, the gain of other hardware, and its difference from another strategy.
 
 Each choice in which two strategies differ is put alone into the first, and the step evaluated again. The effects do not add up,
 because choices need one another; one that cannot be made alone has none.

@@ -33,7 +33,7 @@ Ops = Sequence[MeasuredOp]
 
 @dataclass(frozen=True)
 class FitError:
-    """How far predictions are off on ops that were not fitted on.
+    """Errors of predictions on ops that were not fitted on.
 
     Attributes:
         label: Op class and direction, or the name of a model.
@@ -272,7 +272,7 @@ def _mean(rows: Ops) -> float:
 
 
 def _shapes(rows: Ops, key: Key, scale: float, fitted: Fitted) -> tuple[MeasuredShape, ...]:
-    """Timed shapes of a target; rows with equal dims become one shape with their mean."""
+    """Returns timed shapes of a target; rows with equal dims become one shape with their mean."""
     rows_by_dims: dict[frozenset[tuple[str, int]], list[MeasuredOp]] = defaultdict(list)
     for row in rows:
         if _key(row) == key and (row.size_bytes or row.flops):
@@ -283,10 +283,10 @@ def _shapes(rows: Ops, key: Key, scale: float, fitted: Fitted) -> tuple[Measured
 
 
 def _issue(measurements: Sequence[Measurement]) -> float:
-    """Host seconds to issue a kernel, where host and device run side by side; 0 where the host does the work.
+    """Returns host seconds to issue a kernel, where host and device run side by side; 0 where the host does the work.
 
-    What was seen between marks holds what setting them and walking through the graph take. A step as it is run says how long
-    issuing its kernels takes at most, closely where the host is what it waits for.
+    Times between marks include setting the marks and walking through the graph. A plain step bounds the time to issue its
+    kernels, closely where it is bound by the host.
     """
     seconds = kernels = 0.0
     for op in (op for m in measurements for op in m.ops):

@@ -122,7 +122,7 @@ def fit_op_curve(
 
 
 def _pack(curve: Curve, fixed_s: float) -> NDArray[np.float64]:
-    """Unbounded parameters: log floor, logit and log half point of compute, the same of bandwidth."""
+    """Returns unbounded parameters: log floor, logit and log half point of compute, logit and log half point of bandwidth."""
     return np.array(
         [
             np.log(max(fixed_s, 1e-9)),

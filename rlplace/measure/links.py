@@ -1,8 +1,8 @@
 """Times the links of a cluster under torchrun: every ordered pair by send and receive, and collectives by group size.
 
 Every pair and every group is timed alone while all other processes wait. A transfer is timed on its sender, from the send to
-the receipt of an empty answer, less the time of such an answer (half the round trip of two empty messages), so that the two
-directions of a pair are told apart. A collective lasts until its slowest member is done. Medians over repeats after a
+the receipt of an empty answer, less the time of such an answer (half the round trip of two empty messages), which
+separates the two directions of a pair. A collective lasts until its slowest member is done. Medians over repeats after a
 warm-up; the number of repeats shrinks where the time limit asks for it.
 """
 
@@ -41,7 +41,7 @@ def measure_links(
     Args:
         repeats: Timed messages of each size, at least three.
         time_limit_s: Seconds of timing, roughly; start-up and warm-up come on top.
-        progress: Told what is being measured, on rank 0 alone.
+        progress: Called with the current measurement, on rank 0 alone.
 
     Returns:
         The times on rank 0, None on the others.
@@ -107,7 +107,7 @@ def _measure(bench: _Bench, time_limit_s: float, say: Callable[[str], None]) -> 
 
 
 class _Bench:
-    """What is timed; every rank of the job makes the same calls and gets the same seconds."""
+    """Timed exchanges; every rank of the job makes the same calls and gets the same seconds."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.rank, self.device, self.repeats = dist.get_rank(), device, repeats
@@ -171,16 +171,16 @@ class _Bench:
 
 
 def group_ranks(hosts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Ranks of the groups that are measured: of every host its first 2, 4, 8, ... devices and all of them; then everybody.
+    """Returns ranks of the groups to measure: of every host its first 2, 4, 8, ... devices and all of them; then all ranks.
 
     Hosts with one device each are measured together as the devices of one host are.
     """
-    everybody = tuple(range(len(hosts)))
-    by_host = [tuple(rank for rank in everybody if hosts[rank] == host) for host in dict.fromkeys(hosts)]
+    every = tuple(range(len(hosts)))
+    by_host = [tuple(rank for rank in every if hosts[rank] == host) for host in dict.fromkeys(hosts)]
     groups = []
-    for ranks in [everybody] if max(map(len, by_host)) == 1 else by_host:
+    for ranks in [every] if max(map(len, by_host)) == 1 else by_host:
         groups += [*(ranks[: 1 << power] for power in range(1, len(ranks).bit_length())), ranks]
-    return tuple(dict.fromkeys(ranks for ranks in [*groups, everybody] if len(ranks) > 1))
+    return tuple(dict.fromkeys(ranks for ranks in [*groups, every] if len(ranks) > 1))
 
 
 def _describe(device: torch.device) -> dict[str, str | int]:

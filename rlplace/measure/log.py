@@ -1,7 +1,7 @@
-"""`RunLog`: what strategies took on real clusters, one JSON line a run (docs/formats.md).
+"""`RunLog`: step times of strategies on real clusters, one JSON line a run (docs/formats.md).
 
 A run is written before it begins and again when it has ended, each line at once: a job that is killed loses nothing but the
-run it was at, and that one is known. Files of others can be read together; `shared` leaves out what is nobody's business.
+current run, which is known. Files of others can be read together; `shared` leaves out names of machines and modules.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _Name = Annotated[str, Meta(max_length=1000)]
 
 
 class Ended(Record, frozen=True):
-    """What became of a run.
+    """The outcome of a run.
 
     Attributes:
         status: How it ended.
         step_s: Seconds of every timed step.
-        share: Measured share of the fullest device's memory beyond what is reserved; None where the device does not say.
-        pace_s: By process, seconds of a product that is the same on all; empty where nobody says.
-        stage_busy_s: By stage of a pipeline, seconds of its passes, on the slowest process; empty where nobody says.
+        share: Measured share of the fullest device's memory beyond its reserved bytes; None where it was not measured.
+        pace_s: By process, seconds of a product that is the same on all; empty where it was not timed.
+        stage_busy_s: By stage of a pipeline, seconds of its passes, on the slowest process; empty where they were not timed.
         reason: Why it failed, one line; empty in shared files.
         stack: Software by name: versions.
     """
@@ -54,19 +54,19 @@ class Ended(Record, frozen=True):
 
 
 class Run(Ended, frozen=True, kw_only=True):
-    """One strategy on one cluster, and what became of it.
+    """One strategy on one cluster, and its outcome.
 
     Attributes:
         question: Hash of graph, cluster, costs and batch, as plans have it; empty in shared files.
-        site: What tells clusters apart that are planned for alike; likewise.
+        site: Separates clusters that are planned for alike; empty in shared files.
         strategy: As plans hold it; in shared files blocks are numbers.
         kinds: Kind of every device.
         hosts: Host number of every device.
         features: `rlplace.measure.pool.FEATURES` of the strategy.
         predicted_s: Step time by the cost model.
-        predicted_share: Of the fullest device's memory beyond what is reserved, likewise.
-        expected_s: Step time as it was believed before the run.
-        fits: Chance that it fits, likewise.
+        predicted_share: Share of the fullest device's memory beyond its reserved bytes, by the cost model.
+        expected_s: Expected step time before the run.
+        fits: Chance before the run that it fits.
     """
 
     question: _Name
@@ -88,10 +88,10 @@ class Run(Ended, frozen=True, kw_only=True):
 
 
 class RunLog:
-    """Runs, in memory or in a file.
+    """A log of runs, in memory or in a file.
 
     Attributes:
-        runs: All that have ended, the last word on each; those that were running when their session ended count as crashed.
+        runs: All that have ended; those that were running when their session ended count as crashed.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -111,13 +111,13 @@ class RunLog:
             self.runs = [_after(run, cut) if run.status == "running" else run for run in read_runs(self._path)]
 
     def begin(self, run: Run) -> int:
-        """Notes a run that begins; its number."""
+        """Writes a run that begins, and returns its number."""
         self.runs.append(run)
         self._write({"begin": len(self.runs) - 1, "run": plain(run)})
         return len(self.runs) - 1
 
     def end(self, number: int, ended: Ended) -> Run:
-        """Notes what became of it."""
+        """Writes the outcome of a run."""
         self.runs[number] = _after(self.runs[number], ended)
         self._write({"end": number, "ended": plain(ended)})
         return self.runs[number]
@@ -135,7 +135,7 @@ class RunLog:
 
 
 def _begin(file: TextIO) -> None:
-    """Makes a file ready for a line: a half one goes, at whose writing a session ended; an empty file gets its header."""
+    """Prepares a file for a line: a half-written one is removed, an empty file gets its header."""
     file.seek(0)
     text = file.read()
     last = text[text.rfind("\n") + 1 :]
@@ -186,19 +186,14 @@ def read_runs(path: str | Path) -> list[Run]:
 
 
 def _after(run: Run, ended: Ended) -> Run:
-    """Returns a run, and what became of it."""
+    """Returns a run with its outcome."""
     return msgspec.structs.replace(run, **msgspec.structs.asdict(ended))
 
 
 def shared(runs: Iterable[Run]) -> list[Run]:
-    """Runs without names of machines or of the model's modules: what a file for others holds."""
-    return [
-        msgspec.structs.replace(
-            run, question="", site="", reason="", strategy=_numbered(run.strategy, {}) if run.strategy else {}
-        )
-        for run in runs
-        if run.status != "running"
-    ]
+    """Returns runs without names of machines or of the model's modules, for a file for others."""
+    done = (run for run in runs if run.status != "running")
+    return [msgspec.structs.replace(run, question="", site="", reason="", strategy=_numbered(run.strategy, {})) for run in done]
 
 
 def write_shared(path: str | Path, runs: Sequence[Run]) -> None:

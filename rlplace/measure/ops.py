@@ -62,7 +62,7 @@ class PlainStep:
 
     @property
     def lost(self) -> bool:
-        """Whether another program had the processor."""
+        """True where another program had the processor."""
         return self.busy_s is not None and self.seconds - self.busy_s > _LOST * self.seconds
 
 
@@ -79,8 +79,8 @@ def measure_model(
 ) -> Measurement:
     """Times a model on a device.
 
-    On a processor the C library is told to keep freed memory instead of handing it back and getting it again page by page:
-    whether it does so by itself depends on the history of its heap and changes step times by up to a third.
+    On a processor the C library keeps freed memory instead of returning it and getting it again page by page: whether it does
+    so by itself depends on the history of its heap and changes step times by up to a third.
 
     Args:
         model: With real weights, in training mode. It is moved to the device and trained for some steps.
@@ -186,7 +186,7 @@ def _on_device(model: LoadedModel, device: torch.device) -> tuple[nn.Module, Any
 def _run_steps(
     walk: StepWalk | None, plain_step: Callable[[], PlainStep] | None, repeats: int, time_limit_s: float
 ) -> tuple[list[PlainStep], list[Marked], bool]:
-    """Plain and marked steps in turn, or one of them; an interrupt ends them once there are enough to tell something.
+    """Runs plain and marked steps in turn, or one of them; an interrupt ends them once there are enough.
 
     Returns:
         The steps without marks and those with marks, and whether a person stopped the timing early.
@@ -265,7 +265,7 @@ def _measured_ops(graph: OpGraph, walk: StepWalk, steps: Sequence[Marked]) -> tu
 
 
 def describe_ops(graph: OpGraph) -> list[tuple[Any, ...]]:
-    """What tells each op from others: target, kind, dtype, direction, FLOPs, bytes and dims."""
+    """Returns the identity of each op: target, kind, dtype, direction, FLOPs, bytes and dims."""
     directions = [DIRECTIONS[number] for number in op_directions(graph).tolist()]
     dims = [tuple(sorted(item.items())) for item in op_dims_of(graph)]
     flops, size = graph.op_flops.tolist(), graph.op_bytes.tolist()
@@ -273,7 +273,7 @@ def describe_ops(graph: OpGraph) -> list[tuple[Any, ...]]:
 
 
 def _update_shares(graph: OpGraph, group_of: Mapping[str, int]) -> dict[str, tuple[int, float]]:
-    """Optimizer group of each update op, and its share of the group's time, by bytes."""
+    """Returns the optimizer group of each update op, and its share of the group's time, by bytes."""
     ops = zip(graph.op_names, graph.op_phase, graph.op_bytes.tolist(), strict=True)
     size = {name: size for name, phase, size in ops if phase == UPDATE and name in group_of}
     total: dict[int, int] = defaultdict(int)

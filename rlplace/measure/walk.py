@@ -96,7 +96,7 @@ class Marks:
         return sums[0], sums[1] if self._cuda else None
 
     def cost_s(self) -> float:
-        """What a mark on the host's clock adds to the interval that it ends; 0 for events, which the device passes for free."""
+        """Times a mark on the host's clock, which the interval that it ends includes; 0 for events, free on the device."""
         if self._cuda:
             return 0.0
         count = 2000
@@ -117,7 +117,7 @@ _RATE = 1e-6
 
 
 class StepWalk(fx.Interpreter):
-    """Runs training steps of a module with marks.
+    """A module's training steps with marks.
 
     Args:
         module: Real module on its device.
@@ -222,7 +222,7 @@ class StepWalk(fx.Interpreter):
         return handles
 
     def _update(self) -> None:
-        """The optimizer group by group on a processor, as a whole where it joins parameters into shared kernels."""
+        """Runs the optimizer group by group on a processor, as a whole where it joins parameters into shared kernels."""
         groups = self.optimizer.param_groups
         try:
             for index, group in enumerate(groups):

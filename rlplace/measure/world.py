@@ -1,14 +1,15 @@
-"""`World`: what a cluster may be other than the cost model says, and questions of strategies asked there.
+"""`World`: how a cluster may differ from the cost model, search problems there, and `Truth`: a made-up cluster to practise on.
 
-A world is a vector of *axes*, each standard normal by what is believed before anything ran: how slow each kind of device and
-each host is, the links inside hosts and between them, each host's network, what the host adds to a pass of a block, and how
-much longer every part of a step (`rlplace.strategy.executor.evaluate.PARTS`) takes than it should. Zero is the cost model
-itself. The spreads are stated below. Step times of strategies in a few worlds are all that `rlplace.measure.belief` needs.
+A world is a vector of *axes*, each standard normal a priori: how slow each kind of device and each host is, the links inside
+hosts and between them, each host's network, the time that the host adds to a pass of a block, and how much longer every part of
+a step (`rlplace.strategy.executor.evaluate.PARTS`) takes than priced. Zero is the cost model itself. The prior's standard
+deviations are stated below. Step times of strategies in a few worlds are all that `rlplace.measure.belief` needs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +18,16 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.random import Generator
 from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.cluster.links import Links
+from rlplace.measure.log import Ended
 from rlplace.strategy.costs import BlockCosts, Cut, Floats, HeldCosts, PassCosts, Tie
-from rlplace.strategy.drafts import Draft
+from rlplace.strategy.drafts import Draft, kind_of
 from rlplace.strategy.executor.evaluate import PARTS, DraftEvaluator, StepEvaluation
+from rlplace.strategy.search.tries import SearchProblem
 
 SPREAD: Mapping[str, float] = {
     "kind": 0.3, "host": 0.1, "inside": 0.3, "between": 0.3, "network": 0.15, "launch": 0.7,
@@ -32,29 +36,28 @@ SPREAD: Mapping[str, float] = {
 """Standard deviation of the log of each factor, by the first word of its axis."""
 
 LAUNCH_S = 5e-5
-"""What a host adds to a pass of a block is this times exp(value) - 1, and nothing below zero."""
+"""Seconds that a host adds to a pass of a block, times exp(value) - 1; none below zero."""
 
 SLACK = 0.05, 0.15
-"""Mean and standard deviation of the log of how much more memory a step takes than is predicted: fragments, libraries,
-caches."""
+"""Mean and standard deviation of the log of a step's memory over its prediction: fragments, libraries, caches."""
 
 LEAST_HOST = 0.03
-"""Hosts that are nearer to each other than that are alike, so that a search may treat them so."""
+"""Difference of logs below which hosts are alike, so that a search may exchange them."""
 
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """Factors on what a cost model says of a cluster; `world_of` makes one from a vector.
+    """Factors on the costs of a cluster by the cost model; `world_of` makes one from a vector.
 
     Attributes:
         kind: By kind of device, on the seconds of its ops.
-        host: [H], likewise, by host.
-        inside: On the seconds of everything that moves inside a host.
-        between: Between hosts.
-        network: [H], further factor of what a host sends or receives; the slower of two counts.
+        host: [H], by host, on the seconds of its ops.
+        inside: On the seconds of transfers inside a host.
+        between: On the seconds of transfers between hosts.
+        network: [H], by host, on the seconds of its transfers; the slower of two hosts counts.
         launch_s: Added to every pass of a block, forward and backward.
-        parts: By entry of `PARTS`, on what the step spends there; 1 where it is left out.
-        slack: On the memory of a step beyond what is reserved.
+        parts: By entry of `PARTS`, on the step's seconds there; 1 where it is left out.
+        slack: On the memory of a step beyond the reserved bytes.
     """
 
     kind: Mapping[str, float]
@@ -66,15 +69,15 @@ class World:
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     slack: float = 1.0
 
-    def seconds(self, said: StepEvaluation) -> float:
+    def seconds(self, step: StepEvaluation) -> float:
         """Returns step time with the factors of its parts; inf where it does not end."""
-        if not math.isfinite(said.step_time_s):
+        if not math.isfinite(step.step_time_s):
             return math.inf
-        return sum(seconds * self.parts.get(name, 1.0) for name, seconds in said.parts.items())
+        return sum(seconds * self.parts.get(name, 1.0) for name, seconds in step.parts.items())
 
 
 def axes(cluster: Cluster) -> tuple[str, ...]:
-    """Names of the axes of a cluster, P of them; those that cannot differ are left out."""
+    """Returns names of the axes of a cluster, P of them; those that cannot differ are left out."""
     kinds, hosts = dict.fromkeys(kind.name for kind in cluster.kinds), sorted(set(cluster.hosts))
     names = [f"kind {name}" for name in kinds]
     if len(hosts) > 1:
@@ -90,7 +93,7 @@ def world_of(cluster: Cluster, values: Sequence[float] | Floats, slack: float = 
     """Returns the world of a vector.
 
     Args:
-        cluster: As the cost model knows it.
+        cluster: The cluster by the cost model.
         values: [P], in standard deviations, by `axes`.
         slack: Factor on memory.
     """
@@ -113,27 +116,29 @@ def world_of(cluster: Cluster, values: Sequence[float] | Floats, slack: float = 
 
 
 def evaluator_in(world: World, costs: BlockCosts, cluster: Cluster) -> DraftEvaluator:
-    """Returns the block executor of a model on a cluster as a world says that both are; `World.parts` are not in it."""
-    names = _kind_names(world, cluster)
-    changed = _Costs(costs, world, dict(zip(names, _factors(world, cluster), strict=True)))
-    return DraftEvaluator(changed, _changed(cluster, world, names))
-
-
-def _factors(world: World, cluster: Cluster) -> list[tuple[str, float]]:
-    """Of every device its kind, and what its ops take over what the cost model says."""
+    """Returns the block executor of a model on a cluster, both as in a world; `World.parts` are not in it."""
     hosts = [round(math.log(factor) / LEAST_HOST) * LEAST_HOST for factor in world.host]
-    return [
+    speeds = [
         (kind.name, world.kind.get(kind.name, 1.0) * math.exp(hosts[host]))
         for kind, host in zip(cluster.kinds, cluster.hosts, strict=True)
     ]
+    by_speed = {speed: f"{speed[0]}/{number}" for number, speed in enumerate(dict.fromkeys(speeds))}
+    changed = _WorldCosts(costs, world, {name: speed for speed, name in by_speed.items()})
+    return DraftEvaluator(changed, _changed(cluster, world, [by_speed[speed] for speed in speeds]))
 
 
-def _kind_names(world: World, cluster: Cluster) -> list[str]:
-    """Of every device a name of its kind that it shares with those that are as fast."""
-    seen: dict[tuple[str, float], str] = {}
-    for name, factor in _factors(world, cluster):
-        seen.setdefault((name, factor), f"{name}/{len(seen)}")
-    return [seen[device] for device in _factors(world, cluster)]
+def problem_in(world: World, problem: SearchProblem) -> SearchProblem:
+    """Returns a search problem where a world is the truth."""
+    return dataclasses.replace(problem, scores=evaluator_in(world, problem.costs, problem.cluster))
+
+
+def fullest(step: StepEvaluation, cluster: Cluster) -> float:
+    """Returns the share of the fullest device's memory beyond its reserved bytes."""
+    shares = [0.0]
+    for peak, device in zip(step.peak_memory_bytes, cluster.devices, strict=True):
+        if device.memory_bytes is not None and peak:
+            shares.append((peak - device.reserved_bytes) / max(1, device.memory_bytes - device.reserved_bytes))
+    return max(shares)
 
 
 def _changed(cluster: Cluster, world: World, names: Sequence[str]) -> Cluster:
@@ -143,9 +148,7 @@ def _changed(cluster: Cluster, world: World, names: Sequence[str]) -> Cluster:
         room = None if device.memory_bytes is None else (device.memory_bytes - device.reserved_bytes) / world.slack
         memory = None if room is None else device.reserved_bytes + max(1, int(room))
         devices.append(dataclasses.replace(device, kind=name, memory_bytes=memory))
-    return dataclasses.replace(
-        cluster, devices=tuple(devices), kinds=kinds, links=_links(cluster, world), text=None
-    )  # fmt: skip
+    return dataclasses.replace(cluster, devices=tuple(devices), kinds=kinds, links=_links(cluster, world), text=None)
 
 
 def _links(cluster: Cluster, world: World) -> Links:
@@ -164,8 +167,8 @@ def _links(cluster: Cluster, world: World) -> Links:
     )
 
 
-class _Costs:
-    """Costs of blocks with the factors of a world; `kinds` are names of kinds by speed."""
+class _WorldCosts:
+    """Costs of blocks with the factors of a world; `kinds` are device kinds with their factors, by name."""
 
     def __init__(self, base: BlockCosts, world: World, kinds: Mapping[str, tuple[str, float]]) -> None:
         self._base, self._world = base, world
@@ -207,14 +210,13 @@ class _Costs:
 
 @dataclass(frozen=True, eq=False)
 class Worlds:
-    """The worlds that tell how figures change along the axes: one in the middle, and one on either side of it on every axis.
+    """The sigma points of the unscented transform (Julier and Uhlmann 1997): a center, and one on either side of every axis.
 
-    They are the sigma points of the unscented transform (Julier and Uhlmann 1997), which has the mean and the spread of a
-    function of normal values from them, and its slopes.
+    They give the mean, the standard deviation and the slopes of a function of normal values.
 
     Attributes:
-        costs: Of the model.
-        cluster: As the cost model knows it.
+        costs: Costs of the model's blocks.
+        cluster: The cluster by the cost model.
         center: float64 [P], the middle.
     """
 
@@ -224,7 +226,7 @@ class Worlds:
 
     @staticmethod
     def of(costs: BlockCosts, cluster: Cluster) -> Worlds:
-        """Those around the cost model itself."""
+        """Returns worlds around the cost model itself."""
         return Worlds(costs, cluster, np.zeros(len(axes(cluster))))
 
     @cached_property
@@ -235,7 +237,7 @@ class Worlds:
 
     @cached_property
     def _worlds(self) -> list[tuple[World, DraftEvaluator]]:
-        """Each with its executor; worlds that differ in factors of parts alone share one."""
+        """Worlds with their executors; worlds that differ in factors of parts alone share one."""
         made: dict[Any, DraftEvaluator] = {}
         found = []
         for world in (world_of(self.cluster, values) for values in self.values):
@@ -247,8 +249,8 @@ class Worlds:
 
     def seconds(self, drafts: Sequence[Draft]) -> Floats:
         """Returns float64 [1 + 2 P, C], step times of drafts in every world."""
-        said = {id(scores): [scores.evaluate(draft) for draft in drafts] for scores in {s: None for _, s in self._worlds}}
-        return np.array([[world.seconds(one) for one in said[id(scores)]] for world, scores in self._worlds])
+        steps = {id(scores): [scores.evaluate(draft) for draft in drafts] for scores in {s: None for _, s in self._worlds}}
+        return np.array([[world.seconds(step) for step in steps[id(scores)]] for world, scores in self._worlds])
 
     def stage_busy_s(self, draft: Draft) -> Floats:
         """Returns float64 [1 + 2 P, S], seconds of the passes of every stage in every world."""
@@ -256,7 +258,7 @@ class Worlds:
 
 
 BENDS = 0.5
-"""Part of what axes bend a figure that its mean has; 1 for squares. Step times are maxima, whose kinks several axes share."""
+"""Part of the curvature along the axes that is in the mean; 1 for squares. Step times are maxima, whose kinks axes share."""
 
 
 def linear(center: Floats, figures: Floats) -> tuple[Floats, Floats, Floats]:
@@ -268,9 +270,95 @@ def linear(center: Floats, figures: Floats) -> tuple[Floats, Floats, Floats]:
 
     Returns:
         Its value where all axes are zero [N], so that it has the mean at the center (see `BENDS`); slopes [N, P]; and the
-        standard deviation of what it leaves over [N], as if every axis bent it like a square.
+        standard deviation of its residual [N], as if it were a square of every axis.
     """
     count = len(center)
     middle, up, down = figures[0], figures[1 : 1 + count], figures[1 + count :]
     slopes, bent = (up - down).T / 2, (up + down).T / 2 - middle[:, None]
     return middle + BENDS * bent.sum(axis=1) - slopes @ center, slopes, np.sqrt(2 * (bent**2).sum(axis=1))
+
+
+WIDER, TAIL = 1.0, 5.0
+"""Scale of a truth's axes over the prior's, and the degrees of freedom of their distribution (Student's t)."""
+
+HABIT, OWN, NOISE = 0.06, 0.02, 0.01
+"""Standard deviations of logs: of a kind of strategy, of a single one, and of a measured step."""
+
+TRUE_SLACK = 0.0, 0.15
+"""Mean and standard deviation of the log of a truth's memory over the prediction."""
+
+STALL = 0.25, 1.6
+"""Chance that one host is slow, and its slowness at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """A made-up truth: a world further out than the prior expects, with habits of every kind of strategy and stalling hosts.
+
+    Runs are noisy, and fail where memory is short.
+
+    Attributes:
+        question: The search problem by the cost model.
+        world: The factors that are wrong with it.
+        seed: Seed of residuals without a cause.
+    """
+
+    question: SearchProblem
+    world: World
+    seed: int
+
+    @staticmethod
+    def drawn(question: SearchProblem, seed: int) -> Truth:
+        """Draws a truth."""
+        rng = np.random.default_rng([seed, 7])
+        values = WIDER * rng.standard_t(TAIL, len(axes(question.cluster))) / math.sqrt(TAIL / (TAIL - 2))
+        world = world_of(question.cluster, values, math.exp(rng.normal(*TRUE_SLACK)))
+        host = np.array(world.host)
+        if len(host) > 1 and rng.random() < STALL[0]:
+            host[rng.integers(len(host))] *= rng.uniform(1.1, STALL[1])
+        return Truth(question, dataclasses.replace(world, host=tuple(host.tolist())), seed)
+
+    @cached_property
+    def true_problem(self) -> SearchProblem:
+        """The search problem with the true factors, without habits."""
+        return problem_in(self.world, self.question)
+
+    @property
+    def scores(self) -> DraftEvaluator:
+        """The executor of strategies with the true factors, without habits."""
+        return self.true_problem.scores
+
+    def step_s(self, draft: Draft) -> float:
+        """Returns the step time without noise."""
+        step = self.scores.evaluate(draft)
+        strange = self._drawn(kind_of(draft), draft.schedule).normal(0.0, HABIT) + self._drawn(draft).normal(0.0, OWN)
+        return self.world.seconds(step) * math.exp(strange)
+
+    def share(self, draft: Draft) -> float:
+        """Returns the share of the fullest device's memory beyond its reserved bytes."""
+        own = self._drawn("memory", draft).normal(0.0, OWN)
+        return fullest(self.question.scores.evaluate(draft), self.question.cluster) * self.world.slack * math.exp(own)
+
+    def run(self, draft: Draft, rng: Generator) -> Ended:
+        """Returns one run of a few steps."""
+        share = self.share(draft)
+        if share > 1.0:
+            return Ended("out_of_memory")
+        step_s = self.step_s(draft) * math.exp(rng.normal(0.0, NOISE))
+        return Ended("done", (step_s,), share, self.pace_s(rng), self.stage_busy_s(draft))
+
+    def stage_busy_s(self, draft: Draft) -> tuple[float, ...]:
+        """Returns seconds of the passes of every stage of a pipeline, each mispriced in its own way."""
+        own = self._drawn("stages", draft)
+        busy = self.scores.evaluate(draft).stage_busy_s
+        return tuple(seconds * math.exp(own.normal(0.0, OWN)) for seconds in busy) if len(busy) > 1 else ()
+
+    def pace_s(self, rng: Generator) -> tuple[float, ...]:
+        """Returns seconds of every device for a product that takes a millisecond by the cost model."""
+        pairs = zip(self.question.cluster.kinds, self.question.cluster.hosts, strict=True)
+        factors = [self.world.kind.get(kind.name, 1.0) * self.world.host[host] for kind, host in pairs]
+        return tuple(1e-3 * factor * math.exp(rng.normal(0.0, NOISE)) for factor in factors)
+
+    def _drawn(self, *key: object) -> Generator:
+        digest = hashlib.sha256(repr((self.seed, key)).encode()).digest()
+        return np.random.default_rng(int.from_bytes(digest[:8], "little"))

@@ -2,7 +2,7 @@
 
 from rlplace.agents.problems.cases import ProblemCase
 from rlplace.cli.compare_table import print_summaries
-from rlplace.explanation.compare.closing import compare_agent
+from rlplace.explanation.compare.run import compare_agent
 from rlplace.problem.generate import random_problem
 from tests.toys import memory_tight_pair
 

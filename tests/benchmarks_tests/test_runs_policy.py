@@ -8,9 +8,8 @@ import torch
 
 from benchmarks.runs_policy import RunsNetwork, load_runs, rule_of, train_runs
 from rlplace.envs.cluster import STAGE_FEATURES, ClusterEnv, Scenario
-from rlplace.measure.belief import Belief
-from rlplace.measure.session import gain_of
-from rlplace.measure.truths import Truth
+from rlplace.measure.belief import Belief, expected_improvement
+from rlplace.measure.world import Truth
 from tests.measure.worlds import pool, question
 
 
@@ -40,7 +39,7 @@ def logits_of(network, observation):
 
 def test_an_untrained_policy_takes_the_largest_expected_improvement():
     belief = Belief(pool())
-    assert rule_of(RunsNetwork())(belief, np.random.default_rng(0)) == int(gain_of(belief).argmax())
+    assert rule_of(RunsNetwork())(belief, np.random.default_rng(0)) == int(expected_improvement(belief).argmax())
 
 
 def test_logits_follow_the_order_of_candidates(network):

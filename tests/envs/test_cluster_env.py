@@ -11,8 +11,9 @@ from stable_baselines3.common.env_checker import check_env as check_sb3
 
 from rlplace.envs.cluster import ClusterEnv, Scenario
 from rlplace.errors import InputError
-from rlplace.measure.session import LOST, run_of
-from rlplace.measure.truths import Truth
+from rlplace.measure.belief import LOST
+from rlplace.measure.session import run_of
+from rlplace.measure.world import Truth
 from tests.measure.worlds import pool, question
 
 
@@ -71,7 +72,7 @@ def test_a_plan_is_seen_as_the_graph_of_its_stages():
     observation, _ = env.reset(seed=0)
     shape = env.candidates + 1, env.stages
     place, stages = observation["place"].reshape(shape), observation["stages"].reshape(*shape, -1)
-    for number, (draft, said) in enumerate(zip(scenario.pool.drafts, scenario.pool.said, strict=True)):
+    for number, (draft, said) in enumerate(zip(scenario.pool.drafts, scenario.pool.steps, strict=True)):
         assert (place[number] >= 0).sum() == len(said.stage_busy_s) and place[number].max() + 1 == len(draft.places)
         named = dict(zip(env.STAGE_FEATURES, stages[number, : len(said.stage_busy_s)].T, strict=True))
         np.testing.assert_allclose(named["blocks"].sum(), 1.0, atol=1e-6)
@@ -100,10 +101,10 @@ def test_a_log_of_real_runs_is_replayed():
     asked = question()
     names, truth, rng = asked.costs.names, Truth.drawn(question(), 2), np.random.default_rng(0)
     runs = []
-    for draft, said in zip(pool().drafts[:6], pool().said, strict=False):
+    for draft, said in zip(pool().drafts[:6], pool().steps, strict=False):
         runs.append(run_of(draft, said, names, asked.cluster, **msgspec.structs.asdict(truth.run(draft, rng))))
-    lost = run_of(pool().drafts[6], pool().said[6], names, asked.cluster, status="out_of_memory")
-    crashed = run_of(pool().drafts[7], pool().said[7], names, asked.cluster, status="crashed")
+    lost = run_of(pool().drafts[6], pool().steps[6], names, asked.cluster, status="out_of_memory")
+    crashed = run_of(pool().drafts[7], pool().steps[7], names, asked.cluster, status="crashed")
     scenario = Scenario.replayed(asked, [*runs, lost, crashed])
     assert scenario.pool.drafts == pool().drafts[:7] and scenario.share[6] > 1
     assert scenario.least_s == min(run.median_s for run in runs if run.median_s)

@@ -9,8 +9,8 @@ import pytest
 from rlplace.cost.contract import split_backward
 from rlplace.errors import InfeasibleError, InputError, MissingError
 from rlplace.explanation.compare import Case, Settings, Store, compare, count_rows, gather
-from rlplace.explanation.compare.measure import is_random, takes_calls
 from rlplace.explanation.compare.records import SPLIT, TASKS
+from rlplace.explanation.compare.rows import is_random, takes_calls
 from rlplace.placement import PLANNERS, get_planner
 from rlplace.placement.common.bounds import lower_bounds
 from rlplace.plan import make_plan

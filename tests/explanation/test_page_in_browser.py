@@ -16,6 +16,7 @@ from rlplace.explanation.report.report import render
 from rlplace.explanation.report.tables import PlannerRow
 from rlplace.plan.plan import make_plan
 from rlplace.problem.generate import random_problem
+from rlplace.text import bytes_text
 
 pytestmark = pytest.mark.slow
 
@@ -25,29 +26,6 @@ FLAGS = (
 )  # fmt: skip
 HOSTILE = '</script><img src=x onerror="window.hacked=1">&lt;b>'
 LEFT, AXIS = 132, 26  # of the timeline on a wide screen
-CONTRAST = """
-const number = (text) => (text.match(/[\\d.]+/g) || []).map(Number);
-const light = ([r, g, b]) => [r, g, b].map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
-  .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-const found = [];
-const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-while (walk.nextNode()) {
-  const element = walk.currentNode.parentElement;
-  if (!walk.currentNode.textContent.trim() || !element.checkVisibility()) continue;
-  if (["SCRIPT", "STYLE"].includes(element.tagName)) continue;
-  const box = element.getBoundingClientRect();
-  if (box.right < 0) continue; // the link that only keys reach
-  let back = [255, 255, 255, 0];
-  for (let at = element; at; at = at.parentElement) {
-    const color = number(getComputedStyle(at).backgroundColor);
-    if (color.length === 3 || color[3] === 1) { back = color; break; }
-  }
-  const style = getComputedStyle(element), ink = number(element instanceof SVGElement ? style.fill : style.color);
-  const [a, b] = [light(ink), light(back)].sort((x, y) => y - x);
-  found.push([(a + 0.05) / (b + 0.05), walk.currentNode.textContent.trim().slice(0, 40)]);
-}
-return found;
-"""
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +35,8 @@ def browser():
         if os.environ.get("CI") != "true":
             pytest.skip("there is no chromium with chromedriver on the PATH")
         pytest.fail("CI needs chromium and chromedriver on the PATH: apt-get install chromium chromium-driver")
-    webdriver = (
-        pytest.importorskip("selenium.webdriver")
-        if os.environ.get("CI") != "true"
-        else __import__("selenium.webdriver").webdriver
-    )
+    webdriver = pytest.importorskip("selenium.webdriver", reason="CI installs it") if os.environ.get("CI") != "true" else None
+    webdriver = webdriver or __import__("selenium.webdriver").webdriver
     from selenium.webdriver.chrome.options import Options
     from selenium.webdriver.chrome.service import Service
 
@@ -105,14 +80,18 @@ def piped():
 
 @pytest.fixture(scope="module")
 def page(piped, tmp_path_factory):
-    path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(render(piped), encoding="utf-8")
+    return written(tmp_path_factory.mktemp("page"), piped)
+
+
+def written(folder, data):
+    path = folder / "report.html"
+    path.write_text(render(data), encoding="utf-8")
     return path.as_uri()
 
 
-def show(browser, address, *, scheme="light", width=1280, height=900, phone=False):
+def show(browser, address, *, scheme="light", width=1280, height=900, phone=False, scale=1):
     """Opens a page and returns what it logged."""
-    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": phone}
+    metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": phone}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
     browser.get(address)
@@ -233,20 +212,13 @@ def test_timeline_is_painted_zooms_and_tells(browser, page, piped):
     point(browser, "pointerleave", 0, 0)
     assert tip(browser) is None
 
-    for name, x, number in (
-        ("down", 300, 1),
-        ("down", 500, 2),
-        ("move", 520, 2),
-        ("move", 720, 2),
-        ("up", 720, 2),
-        ("up", 300, 1),
-    ):
+    fingers = (("down", 300, 1), ("down", 500, 2), ("move", 520, 2), ("move", 720, 2), ("up", 720, 2), ("up", 300, 1))
+    for name, x, number in fingers:
         point(browser, f"pointer{name}", x, 60, pointer="touch", pointerId=number)
     share = text_of(browser, "range").split()[-2]
     assert float(share) == pytest.approx(100 * (520 - 300) / (720 - 300), abs=0.1), "pinching zooms as fingers part"
     click(browser, "fit")
     point(browser, "dblclick", LEFT + 300, 60)
-    assert text_of(browser, "range") != whole
     before = text_of(browser, "range")
     for kind, x in (("pointerdown", 700), ("pointermove", 500), ("pointerup", 500)):
         point(browser, kind, x, 60)
@@ -255,17 +227,14 @@ def test_timeline_is_painted_zooms_and_tells(browser, page, piped):
 
 def test_keys_walk_through_boxes(browser, page, piped):
     show(browser, page)
-    keys = """const canvas = document.getElementById("lanes");
-        for (const key of arguments[0]) canvas.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));"""
-    browser.execute_script(keys, ["ArrowDown", ".", "."])
-    settle(browser)
-    lanes = piped.lanes
-    third = np.flatnonzero(lanes.row == 0)[2]
-    assert tip(browser)[0] == piped.problem.op_names[lanes.op[third]]
-    browser.execute_script(keys, ["+", "+"])
-    settle(browser)
+    script = """for (const key of arguments[0]) document.getElementById("lanes").dispatchEvent(
+        new KeyboardEvent("keydown", { key, bubbles: true }));"""
+    for keys in (["ArrowDown", ".", "."], ["+", "+"]):
+        browser.execute_script(script, keys)
+        settle(browser)
+    third = np.flatnonzero(piped.lanes.row == 0)[2]
+    assert tip(browser)[0] == piped.problem.op_names[piped.lanes.op[third]]
     assert text_of(browser, "range").endswith("36.0 %")
-    browser.execute_script(keys, ["0"])
 
 
 def test_colors_links_and_search(browser, page, piped):
@@ -300,9 +269,7 @@ def test_micro_batches_have_colours_and_numbers_and_transfers_arrows(browser, pa
     click(browser, "links")
     assert browser.execute_script("return document.getElementById('lanes').dataset.arrows") == "0"
     numbered = dataclasses.replace(piped.lanes, microbatch=(np.arange(len(piped.lanes.row)) % 3).astype(np.int32))
-    path = tmp_path / "numbered.html"
-    path.write_text(render(dataclasses.replace(piped, lanes=numbered)), encoding="utf-8")
-    assert show(browser, path.as_uri()) == []
+    assert show(browser, written(tmp_path, dataclasses.replace(piped, lanes=numbered))) == []
     assert browser.execute_script("return document.getElementById('color').value") == "microbatch"
     assert [text_of(browser, "legend")[i] for i in range(3)] == ["0", "1", "2"] and "backward" in text_of(browser, "legend")
     found = colors_in(browser, "lanes")
@@ -318,42 +285,31 @@ def test_memory_follows_the_timeline(browser, page, piped):
     at = 0.4 * piped.lanes.step_s
     used = int(curve.in_use_bytes[np.searchsorted(curve.time_s, at, side="right") - 1])
     point(browser, "pointermove", LEFT + 0.4 * (width - LEFT - 8), AXIS + 2 * 54 + 20, name="memory")
-    assert tip(browser)[0].startswith("gpu2: ")
-    from rlplace.text import bytes_text
-
-    assert tip(browser)[0].split(": ")[1].split()[1] == bytes_text(used).split()[1]
-    assert float(tip(browser)[0].split(": ")[1].split()[0]) == pytest.approx(float(bytes_text(used).split()[0]), rel=0.02)
+    name, amount, unit = tip(browser)[0].replace(":", "").split()[:3]
+    assert (name, unit) == ("gpu2", bytes_text(used).split()[1])
+    assert float(amount) == pytest.approx(float(bytes_text(used).split()[0]), rel=0.02)
 
 
 def test_modules_open_and_close(browser, page):
     show(browser, page)
 
     def rows():
-        return browser.execute_script("return [...document.querySelectorAll('#tree [data-node]')].map((r) => r.textContent)")
+        return browser.execute_script("return document.querySelectorAll('#tree [data-node]').length")
 
-    browser.execute_script("document.getElementById('less').click()")
-    settle(browser)
+    click(browser, "less")
     closed = rows()
     assert text_of(browser, "shown").startswith("4 boxes, 3 arrows")
     click(browser, "more")
-    assert (
-        len(rows()) > len(closed)
-        and int(browser.execute_script("return document.getElementById('modules').dataset.arrows")) > 3
-    )
-    module = (
-        """[...document.querySelectorAll("#tree [aria-expanded]")].find((row) => row.textContent.includes("net.2")).click();"""
-    )
-    opened = len(rows())
-    browser.execute_script(module)
-    settle(browser)
-    assert len(rows()) < opened
-    browser.execute_script(module)
-    settle(browser)
-    assert len(rows()) == opened
+    opened = rows()
+    assert opened > closed and int(browser.execute_script("return document.getElementById('modules').dataset.arrows")) > 3
+    for count in (False, True):
+        browser.execute_script(
+            "[...document.querySelectorAll('#tree [aria-expanded]')].find((row) => row.textContent.includes('net.2')).click();"
+        )
+        settle(browser)
+        assert (rows() == opened) == count
     painted = colors_in(browser, "modules")
-    assert all(painted.get(color, 0) > 50 for color in ("#0072B2", "#E69F00", "#009E73", "#CC79A7")), (
-        "the colours of the devices"
-    )
+    assert all(painted.get(color, 0) > 50 for color in ("#0072B2", "#E69F00", "#009E73", "#CC79A7")), "colours of the devices"
 
 
 def test_hostile_names_are_text(browser, page):
@@ -367,40 +323,15 @@ def test_hostile_names_are_text(browser, page):
     assert browser.execute_script("return [window.hacked ?? 0, document.images.length]") == [0, 0]
 
 
-def test_light_and_dark_can_be_read(browser, page):
-    backs = set()
-    for scheme in ("light", "dark"):
-        assert show(browser, page, scheme=scheme) == []
-        backs.add(browser.execute_script("return getComputedStyle(document.body).backgroundColor"))
-        found = browser.execute_script(CONTRAST)
-        assert len(found) > 60
-        assert [entry for entry in found if entry[0] < 4.5] == []
-    assert len(backs) == 2
-    click(browser, "theme")
-    assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") in backs
-    assert browser.execute_script("return document.documentElement.dataset.theme") == "light"
-    assert [entry for entry in browser.execute_script(CONTRAST) if entry[0] < 4.5] == []
-
-
-@pytest.mark.parametrize(("width", "height"), [(375, 667), (360, 640), (500, 900)])
-def test_a_phone_shows_all_of_it(browser, page, piped, width, height):
-    assert show(browser, page, width=width, height=height, phone=True) == []
+@pytest.mark.parametrize("width", [360, 500])
+def test_a_phone_shows_all_of_it(browser, page, piped, width):
+    assert show(browser, page, width=width, height=700, phone=True) == []
     assert browser.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]") == [width, width]
     wide = browser.execute_script(
         """return [...document.querySelectorAll("main section, canvas, .tools > *")]
         .filter((element) => element.getBoundingClientRect().right > innerWidth + 0.5).length"""
     )
     assert wide == 0
-    cut = browser.execute_script(
-        """return [...document.querySelectorAll("th, td, dt, dd, p, li, nav, nav a, button, label")]
-        .filter((element) => element.scrollWidth > element.clientWidth + 1 && getComputedStyle(element).display !== "inline"
-          && element.closest("thead") === null && element.getClientRects().length).map((element) => element.textContent)"""
-    )
-    assert cut == []
-    sizes = browser.execute_script(
-        "return [...document.querySelectorAll('p, td, th, dt, dd, li')].map((e) => parseFloat(getComputedStyle(e).fontSize))"
-    )
-    assert min(sizes) >= 12
     lanes = piped.lanes
     middle = float(lanes.start_s[lanes.row == 3].min() / lanes.step_s)
     canvas = browser.execute_script("return document.getElementById('lanes').clientWidth")
@@ -409,18 +340,11 @@ def test_a_phone_shows_all_of_it(browser, page, piped, width, height):
     assert tip(browser) is not None and "gpu3" in tip(browser)[1]
 
 
-def test_it_prints(browser, page):
-    show(browser, page, scheme="dark")
-    pdf = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]
-    assert pdf.startswith("JVBERi") and len(pdf) > 20_000
-
-
 def test_ten_thousand_tasks(browser, tmp_path):
     problem = random_problem(1, num_groups=3400, num_devices=8)
     data = report_data(problem, make_plan(problem, np.arange(3400) * 8 // 3400, planner="hand"))
-    (tmp_path / "big.html").write_text(render(data), encoding="utf-8")
-    assert len(data.timeline.start_s) > 10_000 and (tmp_path / "big.html").stat().st_size < 2_000_000
-    assert show(browser, (tmp_path / "big.html").as_uri()) == []
+    assert show(browser, written(tmp_path, data)) == []
+    assert len(data.timeline.start_s) > 10_000 and (tmp_path / "report.html").stat().st_size < 2_000_000
     drawn = int(browser.execute_script("return document.getElementById('lanes').dataset.drawn"))
     assert 500 < drawn < 10_000, "boxes without a pixel of their own are left out"
     for _ in range(12):
@@ -435,13 +359,8 @@ def test_ten_thousand_tasks(browser, tmp_path):
 
 def test_hundreds_of_devices_are_drawn_on_a_sharp_screen(browser, tmp_path):
     problem = random_problem(2, num_groups=400, num_devices=200, width=40)
-    path = tmp_path / "wide.html"
-    path.write_text(render(report_data(problem, make_plan(problem, np.arange(400) % 200, planner="hand"))), encoding="utf-8")
-    metrics = {"width": 1280, "height": 900, "deviceScaleFactor": 3, "mobile": False}
-    show(browser, path.as_uri())
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    browser.get(path.as_uri())
-    wait(lambda: browser.execute_script("return document.documentElement.dataset.ready") == "yes")
+    page = written(tmp_path, report_data(problem, make_plan(problem, np.arange(400) % 200, planner="hand")))
+    show(browser, page, scale=3)
     sizes = browser.execute_script(
         "return ['lanes', 'memory'].map((n) => document.getElementById(n)).map((c) => [c.width, c.height])"
     )
@@ -449,36 +368,14 @@ def test_hundreds_of_devices_are_drawn_on_a_sharp_screen(browser, tmp_path):
     assert all(len(colors_in(browser, name)) > 8 for name in ("lanes", "memory"))
 
 
-def test_where_all_devices_do_the_same_kinds_of_work_have_colours(browser, page, piped, tmp_path):
+def test_where_all_devices_do_the_same_kinds_of_work_have_colours(browser, tmp_path):
     """As in a sharded plan: one colour for a device would paint everything alike."""
     problem = random_problem(3, num_groups=24, num_devices=2, shape="chain")
     data = report_data(problem, make_plan(problem, [0] * 24, planner="hand"))
-    path = tmp_path / "alike.html"
-    path.write_text(render(data), encoding="utf-8")
-    assert show(browser, path.as_uri()) == []
+    assert show(browser, written(tmp_path, data)) == []
     assert browser.execute_script("return document.getElementById('color').value") == "phase"
-    legend = ["forward", "backward", "update"]
-    assert (
-        browser.execute_script("return [...document.querySelectorAll('#device-legend li')].map((e) => e.textContent)") == legend
-    )
-    stripes = browser.execute_script(
-        "return [...document.querySelectorAll('#tree > div')]"
-        ".map((line) => [...line.querySelectorAll('i')].map((part) => part.style.width))"
-    )
-    assert all(len(parts) >= 2 and sum(float(part[:-1]) for part in parts) == pytest.approx(100, abs=0.1) for parts in stripes)
-    painted = colors_in(browser, "modules")
-    phases = [data.to_dict()["colors"]["phase"][data.to_dict()["phases"].index(name)] for name in legend]
+    legend = browser.execute_script("return [...document.querySelectorAll('#device-legend li')].map((e) => e.textContent)")
+    assert legend == ["forward", "backward", "update"]
+    painted, content = colors_in(browser, "modules"), data.to_dict()
+    phases = [content["colors"]["phase"][content["phases"].index(name)] for name in legend]
     assert all(painted.get(color.upper(), 0) > 50 for color in phases)
-    show(browser, page)  # where devices differ, they have colours
-    assert browser.execute_script("return document.querySelector('#device-legend li').textContent") == "gpu0"
-
-
-def test_bars_span_their_column(browser, page):
-    show(browser, page)
-    wide = browser.execute_script(
-        """return [...document.querySelectorAll("td.share")].map((cell) => {
-          const style = getComputedStyle(cell), bar = cell.querySelector(".meter").getBoundingClientRect().width;
-          return bar - (cell.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight));
-        });"""
-    )
-    assert len(wide) > 4 and all(abs(rest) <= 1 for rest in wide)

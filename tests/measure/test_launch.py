@@ -10,7 +10,7 @@ import pytest
 from rlplace.cluster.parse import parse
 from rlplace.cost.timings import PlanTiming, PlanTimings
 from rlplace.errors import InputError
-from rlplace.measure.launch import launcher, local_command
+from rlplace.measure.session import launcher, local_command
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
 

@@ -10,8 +10,8 @@ import pytest
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.measure.log import Ended, RunLog
 from rlplace.measure.pool import first_pool
-from rlplace.measure.session import Session, run_of, telling
-from rlplace.measure.truths import Truth
+from rlplace.measure.session import Session, run_of, transferable
+from rlplace.measure.world import Truth
 from rlplace.plan.plan import PlacementPlan
 from rlplace.planned import Planned
 from rlplace.strategy.drafts import draft_of_strategy
@@ -48,7 +48,7 @@ def test_five_runs_end_near_the_best_of_the_truth(seed):
     session = Session(planned(asked), run)
     ran = list(session.runs(5))
     assert len(ran) == counts.runs == 5 and len({repr(one.strategy) for _, one in ran}) == 5
-    drafts = [*session.belief.pool.drafts, *(tried.draft for tried in search(truth.asked, calls=300).ranked[:20])]
+    drafts = [*session.belief.pool.drafts, *(tried.draft for tried in search(truth.true_problem, calls=300).ranked[:20])]
     least_s = min(truth.step_s(draft) for draft in drafts if truth.share(draft) <= 1)
     plan, best = session.best()
     assert best.step_s == min(one.median_s for _, one in ran if one.median_s)
@@ -64,11 +64,11 @@ def test_a_session_goes_on_where_it_ended(tmp_path):
     first = list(Session(plan, run, log=RunLog(path)).runs(2))
     again, counts = cluster_of(truth, 1)
     session = Session(plan, again, log=RunLog(path))
-    assert len(session.belief.ran) == 2
+    assert len(session.belief.observations) == 2
     more = list(session.runs(2))
     assert counts.runs == 2 and not {repr(one.strategy) for _, one in first} & {repr(one.strategy) for _, one in more}
     elsewhere = Session(plan, again, log=RunLog(path), site="another")
-    assert not elsewhere.belief.ran
+    assert not elsewhere.belief.observations
 
 
 def runs_elsewhere(asked, factor):
@@ -76,19 +76,19 @@ def runs_elsewhere(asked, factor):
     here = first_pool(asked, calls=120)
     return [
         run_of(draft, said, asked.costs.names, asked.cluster, status="done", step_s=(factor * said.step_time_s,))
-        for draft, said in zip(here.drafts, here.said, strict=True)
+        for draft, said in zip(here.drafts, here.steps, strict=True)
     ]
 
 
 def test_a_session_begins_with_what_runs_elsewhere_tell():
     asked = question()
     plan, (run, _) = planned(asked), cluster_of(Truth.drawn(asked, 5))
-    others = telling(runs_elsewhere(question(3), 2.0), asked.cluster)
+    others = transferable(runs_elsewhere(question(3), 2.0), asked.cluster)
     _, plain = next(Session(plan, run).runs(1))
     session = Session(plan, run, elsewhere=others)
     _, first = next(session.runs(1))
     assert first.expected_s / first.predicted_s > 1.3 * plain.expected_s / plain.predicted_s
-    assert session.belief.elsewhere == others and len(session.belief.ran) == 1
+    assert session.belief.elsewhere == others and len(session.belief.observations) == 1
 
 
 def test_runs_that_tell_nothing_of_a_cluster_are_refused():
@@ -96,13 +96,13 @@ def test_runs_that_tell_nothing_of_a_cluster_are_refused():
     runs = runs_elsewhere(asked, 1.2)
     lost = msgspec.structs.replace(runs[0], status="crashed", step_s=())
     elsewhere = runs_elsewhere(mixed, 1.2)
-    assert telling([*runs, lost, *elsewhere], asked.cluster) == tuple(runs)
+    assert transferable([*runs, lost, *elsewhere], asked.cluster) == tuple(runs)
     with pytest.raises(InputError, match=r"nothing of a100-80g: they hold a100-80g\+t4; leave them out"):
-        telling([lost, *elsewhere], asked.cluster)
+        transferable([lost, *elsewhere], asked.cluster)
     with pytest.raises(InputError, match="nothing that worked"):
-        telling([lost], asked.cluster)
+        transferable([lost], asked.cluster)
     with pytest.raises(InputError, match="1 features of its strategy, this version 21"):
-        telling([msgspec.structs.replace(runs[0], features=(1.0,))], asked.cluster)
+        transferable([msgspec.structs.replace(runs[0], features=(1.0,))], asked.cluster)
 
 
 def test_where_nothing_works_it_says_so():

@@ -9,7 +9,8 @@ import pytest
 
 from rlplace.cluster import Cluster
 from rlplace.explanation.compare.records import TASKS, Settings
-from rlplace.explanation.compare.run import STRATEGIES, problem_info, strategy_row
+from rlplace.explanation.compare.rows import STRATEGIES, strategy_row
+from rlplace.explanation.compare.run import problem_info
 from rlplace.problem.generate import random_problem
 from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search.tries import SearchProblem

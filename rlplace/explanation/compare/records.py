@@ -216,7 +216,7 @@ class Comparison(Record, frozen=True):
     complete: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """What ``--json`` prints and a ``*.json`` file holds."""
+        """Returns the data of ``--json`` and of a ``*.json`` file."""
         return {
             "format": FORMAT,
             "version": VERSION,

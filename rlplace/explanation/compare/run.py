@@ -2,127 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from msgspec.structs import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlplace.cost.contract import split_backward
-from rlplace.errors import InfeasibleError, InputError, RlplaceError
-from rlplace.explanation.compare.measure import row_of, run_row, warm_up
-from rlplace.explanation.compare.records import (
-    REFERENCE,
-    SPLIT,
-    TASKS,
-    Comparison,
-    ComparisonRow,
-    ProblemInfo,
-    Settings,
-    View,
-    summarize,
-)
+from rlplace.errors import RlplaceError
+from rlplace.explanation.compare.records import REFERENCE, SPLIT, TASKS, Comparison, ProblemInfo, Settings, View, summarize
+from rlplace.explanation.compare.rows import STRATEGIES, run_row, strategy_row, warm_up, warm_up_strategies
 from rlplace.explanation.compare.store import Store
-from rlplace.placement import NEEDS_SPLIT, OF_STRATEGIES, get_planner
-from rlplace.placement.ask import attempt
+from rlplace.placement import NEEDS_SPLIT, get_planner
 from rlplace.placement.common.bounds import device_time_s, finite, least_devices, lower_bounds, memory_forced
-from rlplace.plan.plan import PlacementPlan
-from rlplace.plan.strategy import uniform_words
 from rlplace.problem import Problem
-from rlplace.strategy.drafts import KINDS
-from rlplace.strategy.search.plan import prediction
-from rlplace.strategy.search.search import search
-from rlplace.strategy.search.space import Space
-from rlplace.strategy.search.tries import SearchProblem, Tried
+from rlplace.strategy.search.tries import SearchProblem
 
-BEST, UNIFORM = "strategy", "best uniform"
-STRATEGIES = (BEST, UNIFORM, *KINDS, *OF_STRATEGIES)
-"""Names of their rows."""
+if TYPE_CHECKING:
+    from rlplace.agents.problems.cases import ProblemCase
 
-_AXES = ("replicate", "shard", "tensor", "pipeline")
-"""Dimensions of the kinds after the first, which is one device."""
-
-
-def strategy_row(
-    name: str, info: ProblemInfo, problem: Problem, question: SearchProblem, settings: Settings, *, strict: bool = False
-) -> ComparisonRow:
-    """Searches for one of `STRATEGIES` under the budget of the comparison.
-
-    Args:
-        name: One of `STRATEGIES`.
-        info: Sizes and bounds of the problem of the other rows.
-        problem: The problem of the other rows.
-        question: The question that the strategy answers.
-        settings: Budget.
-        strict: A bug is raised instead of being the row's reason.
-    """
-
-    def place(problem: Problem, **_: Any) -> PlacementPlan:
-        try:
-            best, calls = _searched(name, question, settings)
-        except InputError as error:  # the kind, or the runtime, leaves nothing
-            raise InfeasibleError(str(error)) from None
-        said = question.scores.evaluate(best.draft)
-        return PlacementPlan(
-            problem=problem.fingerprint,
-            planner=name,
-            seed=0,
-            device_of_group=np.zeros(0, dtype=np.int32),
-            strategy=question.strategy(best.draft),
-            predicted=prediction(said, question.batch, question.cluster).replace(search_calls=calls),
-        )
-
-    run = attempt(place, problem, judge=lambda plan: plan.predicted, catch=(RlplaceError,) if strict else (Exception,))
-    row = row_of(name, info, [run], question.cluster.devices, random=False)
-    if run.answer is None or run.answer.strategy is None:
-        return row
-    pipeline = run.answer.strategy.pipelines[0]
-    return replace(
-        row,
-        reason=uniform_words(run.answer.strategy),
-        replicas=pipeline.data_degree,
-        microbatches=max(pipeline.microbatches),
-        schedule=pipeline.schedule,
-    )
-
-
-def warm_up_strategies(question: SearchProblem) -> None:
-    """Evaluates one strategy, so that no timing includes compilation; errors show in the rows."""
-    try:
-        search(question, calls=1)
-    except RlplaceError:
-        return
-
-
-def _searched(name: str, question: SearchProblem, settings: Settings) -> tuple[Tried, int]:
-    """Returns the best of a name, and the evaluations that it took."""
-    limits = {"calls": settings.calls, "time_limit_s": None if settings.calls is not None else settings.time_limit_s}
-    if name not in (BEST, UNIFORM):
-        question = dataclasses.replace(question, space=_space(name, question.cluster.num_devices))
-    answer = search(question, **limits)  # type: ignore[arg-type]
-    best = answer.uniform if name == UNIFORM else answer.ranked[0]
-    if best is None:
-        raise InfeasibleError("no uniform strategy that fits was found under this budget")
-    return best, answer.calls
-
-
-def _space(kind: str, devices: int) -> Space:
-    """Returns the strategies of a published planner, or of one kind: all dimensions but its own are 1.
-
-    Raises:
-        InputError: There is one device.
-    """
-    if kind in OF_STRATEGIES:
-        return Space.parse(OF_STRATEGIES[kind])
-    one: dict[str, Any] = dict.fromkeys((*_AXES, "context", "expert"), (1,))
-    if kind != KINDS[0]:
-        if devices == 1:
-            raise InputError(f"{kind} needs two devices")
-        one[_AXES[KINDS.index(kind) - 1]] = tuple(range(2, devices + 1))
-    return Space(**one)
-
+AGAINST = ("single", "round_robin", "balanced", "heft", "m_etf", "metis", "best", "annealing", "local_search")
+"""Planners that an agent is compared with."""
 
 VIEW_OF = dict.fromkeys(NEEDS_SPLIT, SPLIT)
 """Planners that need another view than `TASKS`: they place the backward of a group apart from its forward."""
@@ -139,7 +38,7 @@ class Case:
         model: MODEL, as it stands in the rows.
         cluster: CLUSTER, as it stands in the rows.
         load: Captures and prices it, at task level.
-        ask: Builds the question of whole strategies for the same samples a step; None where there is no model.
+        ask: Builds the search problem of whole strategies for the same samples a step; None where there is no model.
     """
 
     model: str
@@ -148,7 +47,7 @@ class Case:
     ask: Callable[[], SearchProblem] | None = None
 
 
-def _asked(case: Case, planners: Sequence[str], views: Collection[str]) -> dict[View, list[str]]:
+def _requested(case: Case, planners: Sequence[str], views: Collection[str]) -> dict[View, list[str]]:
     """Returns planners by view, the reference first where any other is run.
 
     Args:
@@ -156,18 +55,18 @@ def _asked(case: Case, planners: Sequence[str], views: Collection[str]) -> dict[
         planners: Names.
         views: Views for all planners, beside the one that each needs.
     """
-    asked: dict[View, list[str]] = {}
+    requested: dict[View, list[str]] = {}
     for view in (TASKS, SPLIT):
         whole = view == TASKS and case.ask is not None
         names = [n for n in planners if (whole if n in STRATEGIES else view in views or VIEW_OF.get(n, TASKS) == view)]
         if names:
-            asked[view] = [REFERENCE, *(name for name in names if name != REFERENCE)]
-    return asked
+            requested[view] = [REFERENCE, *(name for name in names if name != REFERENCE)]
+    return requested
 
 
 def count_rows(cases: Iterable[Case], planners: Sequence[str], views: Collection[str] = ()) -> int:
-    """Returns rows that `compare` makes."""
-    return sum(len(names) for case in cases for names in _asked(case, planners, views).values())
+    """Returns the number of rows that `compare` makes."""
+    return sum(len(names) for case in cases for names in _requested(case, planners, views).values())
 
 
 def compare(
@@ -207,11 +106,11 @@ def compare(
         except RlplaceError as error:
             failures.append((case, error))
             continue
-        for view, names in _asked(case, planners, views).items():
+        for view, names in _requested(case, planners, views).items():
             problem = split_backward(whole) if view == SPLIT else whole
             info = problem_info(problem, case.model, case.cluster, view=view)
             store.add_problem(info)
-            question: SearchProblem | None = None
+            whole_problem: SearchProblem | None = None
             for name in names:
                 if (*info.key, name) in store.rows:
                     tell("", True)
@@ -219,9 +118,9 @@ def compare(
                 tell(f"{case.model} on {case.cluster or 'its devices'}{'' if view == TASKS else f', {view}'}: {name}", False)
                 if name in STRATEGIES:
                     assert case.ask is not None  # else the row is not asked for
-                    question = question or case.ask()
-                    warm_up_strategies(question)
-                    row = strategy_row(name, info, problem, question, store.settings, strict=strict)
+                    whole_problem = whole_problem or case.ask()
+                    warm_up_strategies(whole_problem)
+                    row = strategy_row(name, info, problem, whole_problem, store.settings, strict=strict)
                 else:
                     if name not in warm:
                         warm_up(name, store.settings)
@@ -237,7 +136,7 @@ def gather(store: Store, cases: Sequence[Case], planners: Sequence[str], views: 
     order = [REFERENCE, *planners] if REFERENCE not in planners else list(planners)
     problems, rows, complete = [], [], True
     for case in cases:
-        for view, names in _asked(case, planners, views).items():
+        for view, names in _requested(case, planners, views).items():
             info = store.problems.get((case.model, case.cluster, view))
             mine = [store.rows.get((case.model, case.cluster, view, name)) for name in sorted(names, key=order.index)]
             complete &= None not in mine
@@ -265,3 +164,26 @@ def problem_info(problem: Problem, model: str, cluster: str, *, view: View) -> P
         memory_forced_s=finite(memory_forced(device_time_s(problem), problem.resident_bytes, problem.memory_limit_bytes)),
         least_devices=least_devices(bounds.resident_bytes + bounds.live_bytes, problem.memory_limit_bytes),
     )
+
+
+def compare_agent(
+    agent: str | Path, cases: Sequence[ProblemCase], *, planners: Sequence[str] = AGAINST, calls: int = 256, seeds: int = 3
+) -> tuple[Comparison, Comparison]:
+    """Compares an agent with planners on unseen cases.
+
+    Args:
+        agent: Folder of the agent.
+        cases: Cases to solve.
+        planners: Names of the classical planners.
+        calls: Simulator calls after the floor for every search and for the agent.
+        seeds: Runs of every planner that uses its seed.
+
+    Returns:
+        All cases, and the branchy ones alone.
+    """
+    names = [*planners, "agent"]
+    store = Store(Settings(calls=calls, seeds=seeds, agent=str(Path(agent).resolve())))
+    known = [Case(f"{number} {case.name}", "", lambda case=case: case.problem) for number, case in enumerate(cases)]  # type: ignore[misc]
+    compare(known, names, store, strict=True)
+    branchy = [one for one, case in zip(known, cases, strict=True) if case.branchy]
+    return gather(store, known, names), gather(store, branchy, names)

@@ -179,11 +179,11 @@ class Store:
         for key, value in asdict(self.settings).items():
             if known[key] != value:
                 raise InputError(
-                    f"{self.path}: made with {key} {_told(known[key])}, now {_told(value)}; rows under other settings do not "
+                    f"{self.path}: made with {key} {_brief(known[key])}, now {_brief(value)}; rows under other settings do not "
                     "compare: use the same, or another --out"
                 )
 
 
-def _told(value: Any) -> str:
+def _brief(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 80 else show(value)

@@ -214,12 +214,7 @@ _MAX_SECONDS_PER_BYTE = 1e6
 
 
 def fit_collective_curve(
-    size_bytes: ArrayLike,
-    seconds: ArrayLike,
-    *,
-    kind: CollectiveKind,
-    group_size: int,
-    breaks: Sequence[float] = (0,),
+    size_bytes: ArrayLike, seconds: ArrayLike, *, kind: CollectiveKind, group_size: int, breaks: Sequence[float] = (0,)
 ) -> CollectiveCurve:
     """Fits joined straight pieces by least squares of the relative error.
 

@@ -183,12 +183,7 @@ def preset(text: str) -> Cluster:
 
 
 def assemble(
-    kinds: Sequence[DeviceKind],
-    host_of: Sequence[int],
-    hosts: Sequence[Host],
-    *,
-    name: str,
-    text: str | None = None,
+    kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host], *, name: str, text: str | None = None
 ) -> Cluster:
     """Builds a cluster with the default devices and links of its kinds.
 

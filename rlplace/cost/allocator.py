@@ -171,11 +171,7 @@ class Replay:
 
 
 def replay(
-    ids: ArrayLike,
-    sizes: ArrayLike,
-    *,
-    options: AllocatorOptions | None = None,
-    capacity_bytes: int | None = None,
+    ids: ArrayLike, sizes: ArrayLike, *, options: AllocatorOptions | None = None, capacity_bytes: int | None = None
 ) -> Replay:
     """Runs allocations and frees through the allocator.
 

@@ -126,11 +126,7 @@ def _dominant_kinds(ops: PricedOps, task: NDArray[np.int64], count: int) -> tupl
 
 
 def _merge_tensors(
-    ops: PricedOps,
-    home: NDArray[np.int64],
-    tensor: NDArray[np.int64],
-    consumer_task: NDArray[np.int64],
-    count: int,
+    ops: PricedOps, home: NDArray[np.int64], tensor: NDArray[np.int64], consumer_task: NDArray[np.int64], count: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], list[tuple[int, ...]]]:
     """Adds up tensors with the same producer or owner and the same consumer tasks."""
     pairs = np.unique(tensor * count + consumer_task)
@@ -159,12 +155,8 @@ def _merge_tensors(
         if row and (size or source >= 0):
             kept.append((source, owner, size, row))
     kept.sort(key=lambda item: (item[0] < 0, item[0], item[1], item[3]))
-    return (
-        np.array([item[0] for item in kept], dtype=np.int32),
-        np.array([item[1] for item in kept], dtype=np.int32),
-        np.array([item[2] for item in kept], dtype=np.int64),
-        [item[3] for item in kept],
-    )
+    sources, owners, sizes, targets_of = zip(*kept, strict=True) if kept else ((), (), (), ())
+    return np.array(sources, np.int32), np.array(owners, np.int32), np.array(sizes, np.int64), list(targets_of)
 
 
 def inner_temporary_bytes(
@@ -266,20 +258,16 @@ def split_backward(problem: Problem) -> Problem:
     origin = np.zeros(count, dtype=np.int64)
     origin[second], origin[first] = np.arange(problem.num_groups), np.arange(problem.num_groups)
 
-    names, group_ops, group_modules = [], [], []
-    for group, name in enumerate(problem.group_names):
-        names.append(name)
-        group_ops.append(() if problem.group_ops is None else problem.group_ops[group])
-        group_modules.append(() if problem.group_modules is None else problem.group_modules[group])
-        if split[group]:
-            names.append(f"{name}.backward")
-            group_ops.append(())
-            group_modules.append(group_modules[-1])
+    backward = np.zeros(count, dtype=bool)
+    backward[second[split]] = True
+    groups = list(zip(origin.tolist(), backward.tolist(), strict=True))
+    names = [f"{problem.group_names[group]}.backward" if later else problem.group_names[group] for group, later in groups]
+    ops, modules = problem.group_ops, problem.group_modules
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InputError(f"split_backward: group {twice[:80]!r} exists already; the problem is split or uses that name")
 
-    resident, weight, gradient, optimizer = (np.zeros(count, dtype=np.int64) for _ in range(4))
+    resident, weight, gradient, optimizer = np.zeros((4, count), dtype=np.int64)
     resident[second] = problem.resident_bytes
     for part, whole in (
         (weight, problem.weight_bytes),
@@ -311,6 +299,6 @@ def split_backward(problem: Problem) -> Problem:
         ),
         consumers=np.concatenate([problem.consumers, *readers]).astype(np.int32),
         source={**(problem.source or {}), "split_backward": True},
-        group_ops=None if problem.group_ops is None else tuple(group_ops),
-        group_modules=None if problem.group_modules is None else tuple(group_modules),
+        group_ops=None if ops is None else tuple(() if later else ops[group] for group, later in groups),
+        group_modules=None if modules is None else tuple(modules[group] for group, _ in groups),
     )

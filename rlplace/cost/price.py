@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,12 +64,23 @@ def price(
     grouping = groups if isinstance(groups, Grouping) else coarsen(graph, groups, cost=seconds.mean(axis=1))
     if grouping.op_cluster.shape != (graph.num_ops,):
         raise InputError(f"price: the grouping is for {len(grouping.op_cluster)} ops, the graph has {graph.num_ops}")
-    source = _source(graph, cluster, groups, grouping, level)
-    source |= {
+    source = {  # prices the same problem again, and checks it
+        "name": graph.name,
+        "graph": None if graph.source is None else dict(graph.source),
+        "capture": dict(graph.capture),
+        "graph_fingerprint": graph.fingerprint,
+        "cluster": cluster.text,
+        "cluster_fingerprint": cluster.fingerprint,
+        "groups": grouping.num_groups if isinstance(groups, Grouping) else int(groups),
+        "level": level,
+        "cost_version": VERSION,
         "costs": {"path": str(costs) if isinstance(costs, (str, Path)) else None, "fingerprint": table.fingerprint},
         "host": host,
         "op_times": {name: times.shares() for name, times in by_kind.items()},
     }
+    members: list[list[str]] = [[] for _ in range(grouping.num_groups)]
+    for op in np.flatnonzero(graph.op_phase == FORWARD).tolist():
+        members[grouping.op_group[op]].append(graph.op_names[op])
     parameter_group, tensor_owner = owners(graph, grouping)
     ops = _priced_ops(graph, grouping, seconds, parameter_group, tensor_owner)
     if level == "task":
@@ -91,7 +101,7 @@ def price(
         **vars(ops),
         op_dims=dict(graph.op_dims) if level == "op" else {},
         source=source,
-        group_ops=_group_ops(graph, grouping),
+        group_ops=tuple(map(tuple, members)),
         group_modules=grouping.modules,
     )
 
@@ -211,26 +221,3 @@ def _resident_parts(
     inputs = (graph.tensor_role == INPUT) & (tensor_owner >= 0)
     np.add.at(parts[0], tensor_owner[inputs], graph.tensor_bytes[inputs])
     return parts[0].copy(), parts[1].copy(), parts[2].copy()
-
-
-def _group_ops(graph: OpGraph, grouping: Grouping) -> tuple[tuple[str, ...], ...]:
-    members: list[list[str]] = [[] for _ in range(grouping.num_groups)]
-    op_group = grouping.op_group
-    for op in np.flatnonzero(graph.op_phase == FORWARD).tolist():
-        members[op_group[op]].append(graph.op_names[op])
-    return tuple(tuple(names) for names in members)
-
-
-def _source(graph: OpGraph, cluster: Cluster, groups: int | Grouping, grouping: Grouping, level: str) -> dict[str, Any]:
-    """Returns data to price the same problem again, and the fingerprints that check it."""
-    return {
-        "name": graph.name,
-        "graph": None if graph.source is None else dict(graph.source),
-        "capture": dict(graph.capture),
-        "graph_fingerprint": graph.fingerprint,
-        "cluster": cluster.text,
-        "cluster_fingerprint": cluster.fingerprint,
-        "groups": grouping.num_groups if isinstance(groups, Grouping) else int(groups),
-        "level": level,
-        "cost_version": VERSION,
-    }

@@ -10,7 +10,7 @@ from rlplace.cost.compute import explain_times, target_names
 from rlplace.cost.curve import work_seconds
 from rlplace.cost.timings import ControlTiming, Environment, MeasuredModel, MeasuredOp, Measurement, StepTiming
 from rlplace.errors import InputError
-from rlplace.measure.calibrate import calibrate, pool, step_factor
+from rlplace.measure.calibrate import calibrate, step_factor
 from rlplace.measure.ops import describe_ops
 from rlplace.model.zoo import load_model
 
@@ -99,14 +99,6 @@ def test_step_factor_is_the_median_of_the_steps():
     assert step_factor([measurement(ops)]) == 1.0
     found = [measurement(ops, step_s=factor) for factor in (1.05, 1.1, 1.9)]
     assert step_factor(found) == pytest.approx(1.1)
-
-
-def test_equal_ops_of_several_models_are_pooled():
-    ops = sweep("aten.add.Tensor", "elementwise", 0.1, [1000])
-    twice = msgspec.structs.replace(ops[0], seconds=4 * ops[0].seconds, count=3)
-    rows = pool([measurement(ops), measurement([twice])])
-    assert len(rows) == 1 and rows[0].count == 4
-    assert rows[0].seconds == pytest.approx((1 + 3 * 4) / 4 * ops[0].seconds)
 
 
 def test_means_count_every_op():

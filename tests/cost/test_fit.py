@@ -31,14 +31,7 @@ def timings(curve, count, *, noise=0.0, seed=0, calls=1.0, factor=lambda dims: 1
 def mape(curve, rows):
     flops, size = (np.array([getattr(r, name) / r.calls for r in rows]) for name in ("flops", "size_bytes"))
     sizes = {name: np.array([float(r.dims.get(name, 1)) for r in rows]) for name in DIMS} | {"flops": flops, "bytes": size}
-    work = kernel_seconds(
-        curve,
-        flops,
-        size,
-        sizes,
-        processors=100,
-        **DEVICE,
-    )
+    work = kernel_seconds(curve, flops, size, sizes, processors=100, **DEVICE)
     found = np.array([r.calls for r in rows]) * (curve.floor_s + curve.overhead_s + work)
     return float(np.abs(found / np.array([r.seconds for r in rows]) - 1).mean())
 

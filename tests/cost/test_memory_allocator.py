@@ -32,15 +32,6 @@ def test_best_fit_takes_the_smallest_block_and_the_lowest_address():
     assert [(row[1] - start) // MIB for row in used.tolist()] == [4, 6, 9, 14]
 
 
-def test_cached_segments_are_given_back_before_memory_runs_out():
-    result = run("a=30M -a b=40M", capacity=60 * MIB)
-    assert result.out_of_memory is None and result.retries == 1
-    assert result.reserved_bytes.tolist() == [30 * MIB, 30 * MIB, 40 * MIB]
-    # A segment that is partly in use cannot go back.
-    result = run("a=5M b=5M -a c=50M", capacity=60 * MIB)
-    assert result.out_of_memory == 3 and len(result.reserved_bytes) == 3
-
-
 def test_blocks_above_the_split_limit_stay_whole():
     options = {"max_split_size_bytes": 32 * MIB}
     # A cached block of 100 MiB serves neither a small request nor one that is more than 20 MiB smaller.

@@ -97,10 +97,7 @@ def _in_order(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
     schema = getattr(target, "_schema", None)
     if schema is None:
         return [*args, *kwargs.values()]
-    ordered = list(args)
-    for argument in schema.arguments[len(args) :]:
-        ordered.append(kwargs.get(argument.name, argument.default_value))
-    return ordered
+    return [*args, *(kwargs.get(argument.name, argument.default_value) for argument in schema.arguments[len(args) :])]
 
 
 def _use(tensor: torch.Tensor, names: Names, dims: Mapping[str, int], storage: Callable[[torch.Tensor], int]) -> Use:

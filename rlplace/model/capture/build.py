@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from rlplace.model.capture.assemble import Assembly, CyclicStepError, Key, TensorRow, Tensors
 from rlplace.model.capture.record import BACKWARD_OF, FORWARD_OF, UPDATE_OF
 from rlplace.model.graph.indices import Access, AxisSystem, Names, Traced, Use
-from rlplace.model.graph.opgraph import BACKWARD, UPDATE, OpGraph
+from rlplace.model.graph.io import OP_COLUMNS, TENSOR_COLUMNS
+from rlplace.model.graph.opgraph import BACKWARD, FORWARD, UPDATE, OpGraph
 from rlplace.problem.order import UnionFind, components, topological_order
 
 
 def build_graph(assembly: Assembly, **fields: Any) -> OpGraph:
-    """Returns numbers the ops, forms the tensors and returns the checked graph.
+    """Numbers the ops, forms the tensors and returns the checked graph.
 
     Args:
         assembly: Events by op.
@@ -33,72 +34,66 @@ def build_graph(assembly: Assembly, **fields: Any) -> OpGraph:
     tensors = Tensors(assembly)
     order = _execution_order(assembly, tensors)
     number = {key: index for index, key in enumerate(order)}
-    labels = assembly.recording.labels
-    names, targets, modules, dtypes = [], [], [], []
-    phase = np.zeros(len(order), dtype=np.int8)
-    forward = np.full(len(order), -1, dtype=np.int32)
-    parameter = np.full(len(order), -1, dtype=np.int32)
-    flops = np.zeros(len(order))
-    moved = np.zeros(len(order), dtype=np.int64)
-    dims: dict[int, dict[str, int]] = {}
-    launches = np.ones(len(order), dtype=np.int32)
-    for index, key in enumerate(order):
-        kind, owner = key
-        op, event = assembly.ops[key], assembly.dominant(key)
-        flops[index], moved[index] = op.flops, op.bytes
-        dtypes.append("none" if event is None else event.dtype)
-        launches[index] = assembly.launches(key)
-        if kind == UPDATE_OF:
-            record = assembly.leaves[owner].record
-            phase[index], parameter[index] = UPDATE, owner
-            names.append(f"{record.name}/update")
-            targets.append("optimizer")
-            modules.append(record.name.rpartition(".")[0])
-            flops[index] += assembly.optimizer[0] * prod(record.shape)
-            moved[index] += int(assembly.optimizer[1] * record.size_bytes) + 2 * record.optimizer_bytes
-            dtypes[-1] = record.dtype
-            continue
-        label = labels[owner]
-        modules.append(label.module)
-        forward[index] = number[(FORWARD_OF, owner)]
-        if kind == FORWARD_OF:
-            names.append(label.name)
-            targets.append(label.target)
-        else:
-            phase[index] = BACKWARD
-            names.append(f"{label.name}.backward")
-            targets.append(label.target if event is None else f"aten.{event.name}")
-        shapes = [event.dims for i in op.events if (event := assembly.events[i]).dims]
-        if len(shapes) == 1 and shapes[0]:  # the two products of a backward op follow from the dims of its forward op
-            dims[index] = shapes[0]
-        if kind == FORWARD_OF and label.dims:
-            dims[index] = {**dims.get(index, {}), **label.dims}
     rows = tensors.rows(number)
+    ops = [_op_row(assembly, key, number) | {"temporary_bytes": tensors.temporary_bytes(key)} for key in order]
+    colocate = _colocation(assembly, order, number)
+    columns = {
+        field: tuple(op[key] for op in ops) if dtype is None else np.array([op[key] for op in ops], dtype=dtype)
+        for key, (field, dtype) in OP_COLUMNS.items()
+        if key != "colocate"
+    }
+    columns |= {
+        field: np.array([getattr(row, key) for row in rows], dtype=dtype) for key, (field, dtype) in TENSOR_COLUMNS.items()
+    }
     return OpGraph(
-        op_names=tuple(names),
-        op_target=tuple(targets),
-        op_kind=tuple(assembly.kind(key) for key in order),
-        op_module=tuple(modules),
-        op_phase=phase,
-        op_forward=forward,
-        op_parameter=parameter,
-        op_dtype=tuple(dtypes),
-        op_flops=flops,
-        op_bytes=moved,
-        op_temporary_bytes=np.array([tensors.temporary_bytes(key) for key in order], dtype=np.int64),
-        op_colocate=_colocation(assembly, order, number),
+        **columns,
+        op_colocate=colocate,
         parameters=tuple(leaf.record for leaf in assembly.leaves),
-        tensor_role=np.array([row.role for row in rows], dtype=np.int8),
-        tensor_parameter=np.array([row.parameter for row in rows], dtype=np.int32),
-        tensor_producer=np.array([row.producer for row in rows], dtype=np.int32),
-        tensor_bytes=np.array([row.bytes for row in rows], dtype=np.int64),
         consumer_ptr=np.concatenate([[0], np.cumsum([len(row.consumers) for row in rows])]).astype(np.int64),
         consumers=np.array([op for row in rows for op in row.consumers], dtype=np.int32),
-        op_dims=dims,
-        op_launches=launches,
+        op_dims={index: dims for index, key in enumerate(order) if (dims := _op_dims(assembly, key)) is not None},
         traced=_traced(assembly, number, rows),
         **fields,
     )
+
+
+def _op_row(assembly: Assembly, key: Key, number: dict[Key, int]) -> dict[str, Any]:
+    """Returns the values of an op by column of `OP_COLUMNS`."""
+    (phase, owner), op, event = key, assembly.ops[key], assembly.dominant(key)
+    work = {"flops": op.flops, "bytes": op.bytes, "launches": assembly.launches(key), "kind": assembly.kind(key)}
+    if phase == UPDATE_OF:
+        record = assembly.leaves[owner].record
+        return work | {
+            "name": f"{record.name}/update",
+            "target": "optimizer",
+            "module": record.name.rpartition(".")[0],
+            "phase": UPDATE,
+            "forward": -1,
+            "parameter": owner,
+            "dtype": record.dtype,
+            "flops": op.flops + assembly.optimizer[0] * prod(record.shape),
+            "bytes": op.bytes + int(assembly.optimizer[1] * record.size_bytes) + 2 * record.optimizer_bytes,
+        }
+    label, forward = assembly.recording.labels[owner], phase == FORWARD_OF
+    return work | {
+        "name": label.name if forward else f"{label.name}.backward",
+        "target": label.target if forward or event is None else f"aten.{event.name}",
+        "module": label.module,
+        "phase": FORWARD if forward else BACKWARD,
+        "forward": number[FORWARD_OF, owner],
+        "parameter": -1,
+        "dtype": "none" if event is None else event.dtype,
+    }
+
+
+def _op_dims(assembly: Assembly, key: Key) -> dict[str, int] | None:
+    """Returns the named sizes of an op; the two products of a backward op follow from those of its forward op."""
+    if key[0] == UPDATE_OF:
+        return None
+    shapes = [event.dims for i in assembly.ops[key].events if (event := assembly.events[i]).dims]
+    dims = shapes[0] if len(shapes) == 1 else None
+    own = assembly.recording.labels[key[1]].dims if key[0] == FORWARD_OF else {}
+    return {**(dims or {}), **own} if own else dims
 
 
 def _traced(assembly: Assembly, number: dict[Key, int], rows: Sequence[TensorRow]) -> Traced | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -110,11 +111,11 @@ class ModuleHierarchy:
         """Returns index of the first op whose module shares the longest path with `path`."""
         wanted = path.split(".")
 
-        def shared(node: int) -> int:
-            pairs = zip(wanted, self.paths[node].split("."), strict=False)
+        def shared(op: int) -> int:
+            pairs = zip(wanted, self.paths[self.node[op]].split("."), strict=False)
             return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-        return max(range(len(self.node)), key=lambda op: shared(self.node[op]))
+        return max(range(len(self.node)), key=shared)
 
 
 def unique_names(graph: OpGraph, op_group: NDArray[np.int32]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
@@ -134,19 +135,16 @@ def unique_names(graph: OpGraph, op_group: NDArray[np.int32]) -> tuple[tuple[str
     tree = ModuleHierarchy(graph.op_module[op] for op in forward.tolist())
     work = (graph.op_flops + graph.op_bytes + 1.0)[forward].tolist()
     count = int(op_group.max()) + 1
-    shares: list[dict[int, float]] = [{} for _ in range(count)]
-    modules: list[dict[str, None]] = [{} for _ in range(count)]
+    shares: list[dict[int, float]] = [{} for _ in range(count)]  # by module, in order of first use
     for node, group, amount in zip(tree.node, op_group[forward].tolist(), work, strict=True):
-        modules[group].setdefault(tree.paths[node])
-        share = shares[group]
-        share[node] = share.get(node, 0.0) + amount
+        shares[group][node] = shares[group].get(node, 0.0) + amount
     names: list[str] = []
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     for share in shares:
         base = _dominant(tree, share) or "model"
-        seen[base] = seen.get(base, 0) + 1
+        seen[base] += 1
         names.append(base if seen[base] == 1 else f"{base}#{seen[base]}")
-    return tuple(names), tuple(tuple(paths) for paths in modules)
+    return tuple(names), tuple(tuple(tree.paths[node] for node in share) for share in shares)
 
 
 def _dominant(tree: ModuleHierarchy, share: dict[int, float]) -> str:

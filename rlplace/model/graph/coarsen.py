@@ -43,7 +43,7 @@ _CAPS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, BALANCE)
 _HELD = 4.0  # bytes may run ahead of time: a chain of cheap ops on large activations has no good cut inside
 _ABSORB = 1.25  # a heavy op may take light neighbours in, up to this multiple of itself
 _KNIT_VISITS = 2_000_000  # nodes looked at, in all, for paths between clusters of one group
-_VIEW, _LAUNCH_S, _FLOPS, _BYTES_PER_S = "view", 5e-6, 1e13, 1e12
+_LAUNCH_S, _FLOPS, _BYTES_PER_S = 5e-6, 1e13, 1e12
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,20 +108,13 @@ def coarsen(graph: OpGraph, target: int = DEFAULT_TARGET, cost: NDArray[np.float
 
 def _plain_cost(graph: OpGraph) -> NDArray[np.float64]:
     work = np.maximum(graph.op_flops / _FLOPS, graph.op_bytes / _BYTES_PER_S) + _LAUNCH_S
-    work[np.array([kind == _VIEW for kind in graph.op_kind])] = 0.0
-    return work
+    return np.where(np.array(graph.op_kind) == "view", 0.0, work)
 
 
 class _Contraction:
     """Contracts atoms until at most `target` groups are left."""
 
-    def __init__(
-        self,
-        graph: OpGraph,
-        anchor: NDArray[np.int32],
-        seconds: NDArray[np.float64],
-        target: int,
-    ) -> None:
+    def __init__(self, graph: OpGraph, anchor: NDArray[np.int32], seconds: NDArray[np.float64], target: int) -> None:
         self.target = target
         atom, knots = atoms(graph, anchor, seconds, BALANCE / target)
         forward = np.flatnonzero(graph.op_phase == FORWARD)
@@ -146,15 +139,14 @@ class _Contraction:
             len(values), np.concatenate([label[tied_a], label[knots[0]]]), np.concatenate([label[tied_b], label[knots[1]]])
         )
         self.groups = UnionFind()
-        # Per group: share of all time, share of all bytes, and the heaviest atom in either.
-        self.time, self.held = [0.0] * len(values), [0.0] * len(values)
-        self.peak_time, self.peak_held = [0.0] * len(values), [0.0] * len(values)
         for node, root in enumerate(group.tolist()):
             self.groups.union(root, node)
-            t, h = float(time[node] / scale[0]), float(held[node] / scale[1])
-            self.time[root] += t
-            self.held[root] += h
-            self.peak_time[root], self.peak_held[root] = max(self.peak_time[root], t), max(self.peak_held[root], h)
+        # Per group: share of all time, share of all bytes, and the heaviest atom in either.
+        sums, peaks = np.zeros((2, 2, len(values)))
+        for row, share in enumerate((time / scale[0], held / scale[1])):
+            np.add.at(sums[row], group, share)
+            np.maximum.at(peaks[row], group, share)
+        self.time, self.held, self.peak_time, self.peak_held = *sums.tolist(), *peaks.tolist()
         self.num_groups = len(np.unique(group))
         self.loose_views = loose_views(graph, label)
         self.cap = 0.0

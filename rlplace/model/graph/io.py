@@ -12,7 +12,25 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, unknown_name
 from rlplace.limits import MAX_BYTES
-from rlplace.model.graph.opgraph import PHASES, TENSOR_ROLES, OpGraph, OpKind, Parameter, Phase, TensorRole
+from rlplace.model.graph.opgraph import (
+    ACTIVATION,
+    BACKWARD,
+    BACKWARD_WEIGHT,
+    BUFFER,
+    FORWARD,
+    GRADIENT,
+    INPUT,
+    OP_KINDS,
+    PARAMETER,
+    PHASES,
+    TENSOR_ROLES,
+    UPDATE,
+    OpGraph,
+    OpKind,
+    Parameter,
+    Phase,
+    TensorRole,
+)  # fmt: skip
 from rlplace.problem.check import check_counts, check_names, first, refuse
 from rlplace.problem.order import topological_order
 from rlplace.records import Record, Whole, build, plain
@@ -53,8 +71,6 @@ def _check_range(values: NDArray[np.generic], where: str, low: float, high: floa
 
 
 def _check_ops(graph: OpGraph) -> None:
-    from rlplace.model.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, FORWARD, OP_KINDS, UPDATE
-
     count = graph.num_ops
     if count == 0:
         raise _fail("ops", "the graph is empty; it needs at least one op")
@@ -67,13 +83,12 @@ def _check_ops(graph: OpGraph) -> None:
     unknown = set(graph.op_kind) - set(OP_KINDS)
     if unknown:
         raise unknown_name("op kind", min(unknown), OP_KINDS)
-    _check_range(graph.op_phase, "op_phase", FORWARD, UPDATE)
-    _check_range(graph.op_flops, "op_flops", 0, MAX_FLOPS)
-    _check_range(graph.op_bytes, "op_bytes", 0, MAX_BYTES)
-    _check_range(graph.op_temporary_bytes, "op_temporary_bytes", 0, MAX_BYTES)
-    _check_range(graph.op_colocate, "op_colocate", 0, 2**31 - 1)
-    _check_range(graph.op_forward, "op_forward", -1, count - 1)
-    _check_range(graph.op_parameter, "op_parameter", -1, len(graph.parameters) - 1)
+    for field, low, high in (
+        ("op_phase", FORWARD, UPDATE), ("op_flops", 0, MAX_FLOPS), ("op_bytes", 0, MAX_BYTES),
+        ("op_temporary_bytes", 0, MAX_BYTES), ("op_colocate", 0, 2**31 - 1), ("op_forward", -1, count - 1),
+        ("op_parameter", -1, len(graph.parameters) - 1),
+    ):  # fmt: skip
+        _check_range(getattr(graph, field), field, low, high)
     phase, forward = graph.op_phase, graph.op_forward
     ids = np.arange(count)
     refuse((phase == FORWARD) & (forward != ids), "graph", "op_forward[{}]", "a forward op belongs to itself")
@@ -107,8 +122,6 @@ def _check_parameters(graph: OpGraph) -> None:
 
 
 def _check_tensors(graph: OpGraph) -> None:
-    from rlplace.model.graph.opgraph import ACTIVATION, BUFFER, GRADIENT, INPUT, PARAMETER
-
     count, ops = graph.num_tensors, graph.num_ops
     for field in ("tensor_role", "tensor_parameter", "tensor_producer", "tensor_bytes"):
         _check_shape(graph, field, count)
@@ -151,7 +164,7 @@ FORMAT = "rlplace.graph"
 VERSION = 1
 
 
-_OPS: dict[str, tuple[str, Any]] = {
+OP_COLUMNS: dict[str, tuple[str, Any]] = {
     "name": ("op_names", None), "target": ("op_target", None), "kind": ("op_kind", None), "module": ("op_module", None),
     "phase": ("op_phase", np.int8), "forward": ("op_forward", np.int32), "parameter": ("op_parameter", np.int32),
     "dtype": ("op_dtype", None), "flops": ("op_flops", np.float64), "bytes": ("op_bytes", np.int64),
@@ -160,7 +173,7 @@ _OPS: dict[str, tuple[str, Any]] = {
 }  # fmt: skip
 """Column of ops to the field of `OpGraph` and the type of its array, None for a tuple."""
 
-_TENSORS: dict[str, tuple[str, Any]] = {
+TENSOR_COLUMNS: dict[str, tuple[str, Any]] = {
     "role": ("tensor_role", np.int8), "parameter": ("tensor_parameter", np.int32), "producer": ("tensor_producer", np.int32),
     "bytes": ("tensor_bytes", np.int64),
 }  # fmt: skip
@@ -178,9 +191,9 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
         "version": VERSION,
         "name": graph.name,
         "samples": int(graph.samples),
-        "ops": _columns(graph, _OPS),
+        "ops": _columns(graph, OP_COLUMNS),
         "parameters": plain(graph.parameters),
-        "tensors": {**_columns(graph, _TENSORS), "consumers": rows},
+        "tensors": {**_columns(graph, TENSOR_COLUMNS), "consumers": rows},
     }
     if graph.op_dims:
         data["op_dims"] = {str(op): dict(dims) for op, dims in sorted(graph.op_dims.items())}
@@ -201,7 +214,7 @@ _Index = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 _Size = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
 
 
-class _Ops(Record, frozen=True):
+class _OpTable(Record, frozen=True):
     """Ops of a graph file, by column."""
 
     name: tuple[str, ...]
@@ -219,7 +232,7 @@ class _Ops(Record, frozen=True):
     launches: list[_Index] | None = None
 
 
-class _Tensors(Record, frozen=True):
+class _TensorTable(Record, frozen=True):
     """Tensors of a graph file, by column."""
 
     role: list[TensorRole]
@@ -232,9 +245,9 @@ class _Tensors(Record, frozen=True):
 class _GraphFile(Record, frozen=True):
     """Contents of a graph file."""
 
-    ops: _Ops
+    ops: _OpTable
     parameters: tuple[Parameter, ...]
-    tensors: _Tensors
+    tensors: _TensorTable
     name: str = "graph"
     samples: _Size = 1
     op_dims: dict[Whole, dict[str, _Size]] = msgspec.field(default_factory=dict)
@@ -250,8 +263,8 @@ def graph_from_dict(data: dict[str, Any]) -> OpGraph:
         name=graph.name,
         samples=graph.samples,
         parameters=graph.parameters,
-        **_fields(graph.ops, _OPS, "ops"),
-        **_fields(graph.tensors, _TENSORS, "tensors"),
+        **_fields(graph.ops, OP_COLUMNS, "ops"),
+        **_fields(graph.tensors, TENSOR_COLUMNS, "tensors"),
         consumer_ptr=np.cumsum([0, *map(len, consumers)], dtype=np.int64),
         consumers=np.array(list(chain.from_iterable(consumers)), dtype=np.int32),
         capture=graph.capture,
@@ -260,7 +273,7 @@ def graph_from_dict(data: dict[str, Any]) -> OpGraph:
     )
 
 
-def _fields(columns: _Ops | _Tensors, table: dict[str, tuple[str, Any]], where: str) -> dict[str, Any]:
+def _fields(columns: _OpTable | _TensorTable, table: dict[str, tuple[str, Any]], where: str) -> dict[str, Any]:
     rows = msgspec.structs.asdict(columns)
     first = next(iter(rows))
     for key, row in rows.items():

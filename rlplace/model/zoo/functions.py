@@ -88,7 +88,9 @@ def parse_options(
 
 def _parse(text: str, default: Any, where: str) -> Any:
     if isinstance(default, bool):
-        return _boolean(text, where)
+        if text.lower() not in (*_TRUE, *_FALSE):
+            raise InputError(f"{where}: {show(text, 40)} is not true or false")
+        return text.lower() in _TRUE
     if isinstance(default, int):
         return _number(text, int, where, "a whole number")
     if isinstance(default, float):
@@ -101,14 +103,6 @@ def _parse(text: str, default: Any, where: str) -> Any:
     if default is None:
         return guessed(text)
     raise InputError(f"{where}: cannot be given as text (it is a {type(default).__name__})")
-
-
-def _boolean(text: str, where: str) -> bool:
-    if text.lower() in _TRUE:
-        return True
-    if text.lower() in _FALSE:
-        return False
-    raise InputError(f"{where}: {show(text, 40)} is not true or false")
 
 
 def _number(text: str, kind: type[Any], where: str, what: str) -> Any:
@@ -316,15 +310,15 @@ def _import(source: str) -> Any:
         _make_importable(str(path.resolve().parent))
         file_spec = importlib.util.spec_from_file_location(f"rlplace_model_{path.stem}", path)
         assert file_spec is not None and file_spec.loader is not None
-        module = importlib.util.module_from_spec(file_spec)
-        sys.modules[file_spec.name] = module
-        run: Callable[[], Any] = lambda: file_spec.loader.exec_module(module)  # type: ignore[union-attr]  # noqa: E731
     else:
-        module = None
+        file_spec = None
         _make_importable(str(Path.cwd()))
-        run = lambda: importlib.import_module(source)  # noqa: E731
     try:
-        imported = run()
+        if file_spec is None:
+            return importlib.import_module(source)
+        module = sys.modules[file_spec.name] = importlib.util.module_from_spec(file_spec)
+        file_spec.loader.exec_module(module)  # type: ignore[union-attr]
+        return module
     except ModuleNotFoundError as error:
         if error.name is not None and (source == error.name or source.startswith(f"{error.name}.")):
             raise InputError(
@@ -333,7 +327,6 @@ def _import(source: str) -> Any:
         raise InputError(f"model {show(source)}: its import fails: {first_line(error)}") from error
     except (Exception, SystemExit) as error:
         raise InputError(f"model {show(source)}: its import raised {type(error).__name__}: {first_line(error)}") from error
-    return imported if module is None else module
 
 
 def _make_importable(folder: str) -> None:

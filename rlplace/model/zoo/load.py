@@ -66,13 +66,7 @@ _COUNTS = ("blocks", "branches", "cells", "depth", "experts", "layers", "nodes",
 
 
 def load_model(
-    spec: str,
-    *,
-    batch: int | None = None,
-    seq: int = 512,
-    dtype: str = "fp32",
-    device: str = "meta",
-    resize: bool = False,
+    spec: str, *, batch: int | None = None, seq: int = 512, dtype: str = "fp32", device: str = "meta", resize: bool = False
 ) -> LoadedModel:
     """Builds the model that a MODEL text names.
 

@@ -1,6 +1,8 @@
-"""Makes plans and compares a placed module with the unplaced one."""
+"""Plans and models of tests, and comparisons of a placed module with the unplaced one."""
 
 from __future__ import annotations
+
+import random
 
 import numpy as np
 import torch
@@ -9,6 +11,8 @@ from torch.utils import _pytree as pytree
 from rlplace.model.capture.export import export_training_graph
 from rlplace.model.capture.fake import fake_copy, fake_inputs, new_fake_mode
 from rlplace.plan import PlacementPlan
+from rlplace.runtime.placement.forward_graph import forward_graph
+from tests.runtime import small_models
 
 
 def op_names(model, inputs):
@@ -38,6 +42,65 @@ def split_plan(names, forward, backward):
 def random_plan(names, devices, seed=0):
     """Every op anywhere."""
     return plan_for(names, np.random.default_rng(seed).integers(0, devices, len(names)))
+
+
+def plan_of(model, inputs, devices, *, loss=None, target=None, groups=6, deal="random", seed=0, graph=None, **fields):
+    """A plan of consecutive groups of ops.
+
+    Args:
+        model: Its graph is traced.
+        inputs: Keyword inputs.
+        devices: Devices of one replica.
+        loss, target: As in `forward_graph`.
+        groups: How many; None is one per op.
+        deal: "random", "chain" (equal runs of groups, in order) or a list with the device of each group.
+        seed: Of the random deal.
+        graph: Traced before.
+        fields: Of the plan.
+    """
+    graph = graph or forward_graph(model, (), inputs, loss=loss, target=target)
+    ops = list(graph.op_of_node.values())
+    count = len(ops) if groups is None else groups
+    edges = [len(ops) * number // count for number in range(count + 1)]
+    rows = [{"name": f"g{i}", "modules": [], "ops": ops[edges[i] : edges[i + 1]]} for i in range(count)]
+    generator = random.Random(seed)
+    if deal == "random":
+        dealt = [generator.randrange(devices) for _ in range(count)]
+    elif deal == "chain":
+        dealt = [number * devices // count for number in range(count)]
+    else:
+        dealt = list(deal)
+    return PlacementPlan("0" * 64, "test", 0, np.array(dealt, dtype=np.int32), groups=rows, **fields)
+
+
+SINGLE_PRECISION = {"mixtral"}
+"""Its products of groups of experts have no kernel in double precision."""
+
+
+def build(name, double=True, **options):
+    """A small model, its inputs, and its loss function (None where the output has the loss)."""
+    torch.manual_seed(0)
+    model, inputs, loss = small_models.MODELS[name](**options)
+    if double and name not in SINGLE_PRECISION:
+        model = model.double()
+        inputs = pytree.tree_map(
+            lambda leaf: leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf, inputs
+        )
+    return model, inputs, None if loss is small_models._own_loss else loss
+
+
+def loss_of(output, loss):
+    """The loss of an output, which has it or makes it."""
+    return output.loss if loss is None else loss(output)
+
+
+def largest_difference(found, expected, least=1.0):
+    """Of two tensors or None, in units of the larger of `least` and the largest value expected."""
+    if found is None or expected is None:
+        other = found if expected is None else expected
+        return 0.0 if other is None else float(other.abs().max())
+    found, expected = found.detach(), expected.detach()
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=least)) if expected.numel() else 0.0
 
 
 def on_cpu(tensor):

@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,39 +93,22 @@ def _setup() -> str | None:
         return f"g++ could not compile the simulated device's guard: {error.stderr.splitlines()[:1]}"
     from torch.utils.backend_registration import _DummyPrivateUse1Hook, _setup_privateuseone_for_python_backend
 
-    class Module:
-        """What torch looks up as ``torch.sim``."""
-
-        def __getattr__(self, name):
-            raise AttributeError(name)
-
-        def is_available(self):
-            return False
-
-        def is_initialized(self):
-            return True
-
-        def _is_in_bad_fork(self):
-            return False
-
-        def manual_seed_all(self, seed):
-            pass
-
-        def device_count(self):
-            return MAX_DEVICES
-
-        def current_device(self):
-            return 0
-
-        def get_amp_supported_dtype(self):
-            return [torch.bfloat16, torch.float16]
+    module = SimpleNamespace(  # what torch looks up as ``torch.sim``
+        is_available=lambda: False,
+        is_initialized=lambda: True,
+        _is_in_bad_fork=lambda: False,
+        manual_seed_all=lambda seed: None,
+        device_count=lambda: MAX_DEVICES,
+        current_device=lambda: 0,
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+    )
 
     class Hook(_DummyPrivateUse1Hook):
         def is_available(self):  # keeps torch.accelerator, and all who ask it, as they are without this device
             return False
 
     _state["hook"] = Hook()
-    _setup_privateuseone_for_python_backend("sim", backend_module=Module(), hook=_state["hook"])
+    _setup_privateuseone_for_python_backend("sim", backend_module=module, hook=_state["hook"])
     ctypes.CDLL(str(library))
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("empty.memory_format", _empty, "PrivateUse1")
@@ -193,16 +177,12 @@ class SimTensor(torch.Tensor):
         found: list[torch.Tensor] = []
         tree_map(lambda x: found.append(x) if isinstance(x, torch.Tensor) else None, (args, kwargs))
         device = _common_device(func, found)
-        given = kwargs.get("device")
-        if given is not None:
+        target = torch.device(kwargs.get("device") or device)
+        if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
-        target = torch.device(given) if given is not None else device
         if target.type == "sim" and target.index is None:
             target = torch.device("sim", 0)
-        if func in _OVERRIDES:
-            out = _OVERRIDES[func](*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
-        else:
-            out = func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
+        out = _OVERRIDES.get(func, func)(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
         if func is torch.ops.aten._to_copy.default and target != device:
             _log(device, target, args[0])
         if func is torch.ops.aten.copy_.default and args[0].device != args[1].device:

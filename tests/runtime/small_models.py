@@ -20,80 +20,57 @@ def _images(batch=4, size=32):
     return {"pixel_values": torch.randn(batch, 3, size, size), "labels": torch.arange(batch) % 2}
 
 
-def gpt2(dropout=0.0, **sizes):
-    from transformers import GPT2Config, GPT2LMHeadModel
+def _of_transformers(name, model, inputs, **options):
+    import transformers
 
+    return getattr(transformers, name + model)(getattr(transformers, f"{name}Config")(**options)), inputs(), _own_loss
+
+
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_WIDTH = {"hidden_size": 32, "intermediate_size": 64}
+
+
+def gpt2(dropout=0.0, **sizes):
     sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 64, **sizes}
-    rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-    config = GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0, use_cache=False)
-    return GPT2LMHeadModel(config), _text(), _own_loss
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return _of_transformers("GPT2", "LMHeadModel", _text, **sizes, **rates, bos_token_id=0, eos_token_id=0, use_cache=False)
 
 
 def bert():
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return BertForMaskedLM(config), {**_text(), "attention_mask": torch.ones(4, 8, dtype=torch.long)}, _own_loss
+    sizes = {**_WIDTH, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64, **_NO_DROPOUT}
+    masked = lambda: {**_text(), "attention_mask": torch.ones(4, 8, dtype=torch.long)}  # noqa: E731
+    return _of_transformers("Bert", "ForMaskedLM", masked, **sizes)
 
 
 def llama(layers=1, kv_heads=2):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=kv_heads,
-        vocab_size=64, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config), _text(), _own_loss
+    heads = {"num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": kv_heads}
+    return _of_transformers("Llama", "ForCausalLM", _text, **_WIDTH, **heads, vocab_size=64, use_cache=False)
 
 
 def mixtral():
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=64,
-        num_local_experts=4, use_cache=False,
-    )  # fmt: skip
-    return MixtralForCausalLM(config), _text(), _own_loss
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    return _of_transformers("Mixtral", "ForCausalLM", _text, **_WIDTH, **sizes, vocab_size=64, use_cache=False)
 
 
 def t5(layers=1, heads=2):
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        d_model=32, d_ff=64, num_layers=layers, num_heads=heads, d_kv=32 // heads, vocab_size=64, dropout_rate=0.0,
-        decoder_start_token_id=0, use_cache=False,
-    )  # fmt: skip
-    return T5ForConditionalGeneration(config), _text(), _own_loss
+    sizes = {"d_model": 32, "d_ff": 64, "num_layers": layers, "num_heads": heads, "d_kv": 32 // heads, "vocab_size": 64}
+    options = {"dropout_rate": 0.0, "decoder_start_token_id": 0, "use_cache": False}
+    return _of_transformers("T5", "ForConditionalGeneration", _text, **sizes, **options)
 
 
 def vit():
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, image_size=32, patch_size=8,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return ViTForImageClassification(config), _images(), _own_loss
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
+    return _of_transformers("ViT", "ForImageClassification", _images, **_WIDTH, **sizes, **_NO_DROPOUT)
 
 
 def swin():
-    from transformers import SwinConfig, SwinForImageClassification
-
-    config = SwinConfig(
-        embed_dim=16, depths=[2, 1], num_heads=[2, 4], image_size=32, patch_size=4, window_size=4, drop_path_rate=0.0,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return SwinForImageClassification(config), _images(), _own_loss
+    sizes = {"embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4], "image_size": 32, "patch_size": 4, "window_size": 4}
+    return _of_transformers("Swin", "ForImageClassification", _images, **sizes, drop_path_rate=0.0, **_NO_DROPOUT)
 
 
 def resnet():
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic")
-    return ResNetForImageClassification(config), _images(), _own_loss
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic"}
+    return _of_transformers("ResNet", "ForImageClassification", _images, **sizes)
 
 
 class _Branch(nn.Sequential):

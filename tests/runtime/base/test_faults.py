@@ -23,8 +23,8 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.base import faults
 from rlplace.runtime.job.distribute import distribute
+from tests.runtime.equality import plan_of
 from tests.runtime.job.launch import forked, forks, start, torchrun
-from tests.runtime.job.plans import plan_of
 
 WRONG_STEP = 1
 

@@ -1,8 +1,13 @@
 """Exported scripts train as the plan does by rlplace: the same losses, on four processes."""
 
+import contextlib
+import importlib.util
+import io
 import json
 import re
 from functools import cache
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +19,6 @@ from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.strategy.why_not import minor_version
-from tests.runtime.export import export_worker
 from tests.runtime.job.launch import run, torchrun
 from tests.runtime.strategy.native_cases import chain, flat
 
@@ -59,6 +63,57 @@ def plan_of(model, strategy, graph=None):
     return PlacementPlan("0" * 64, "strategy", 0, nothing, strategy=Strategy.from_dict(strategy), source=source)
 
 
+STEPS = 3
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def script_losses(script):
+    """What `main` prints; the process group is there already."""
+    printed = io.StringIO()
+    with (
+        mock.patch.object(script.dist, "init_process_group"),
+        mock.patch.object(script.dist, "destroy_process_group"),
+        mock.patch.object(script.sys, "argv", ["script", str(STEPS)]),
+        contextlib.redirect_stdout(printed),
+    ):
+        script.main()
+    return [float(text) for text in re.findall(r"loss (\S+)", printed.getvalue())]
+
+
+def losses_of(path):
+    """Of a script alone."""
+    return script_losses(load(path))
+
+
+def plan_losses(script, plan):
+    strategy = PlacementPlan.load(plan)
+    size = strategy.strategy.pipelines[0].microbatch[0]
+    inputs = {name: value[:size] for name, value in script.whole_batch(0).items()}
+    model = rlplace.distribute(script.build_model(), strategy, inputs, loss=getattr(script, "loss_of", None))
+    optimizer = torch.optim.SGD(model.parameter_groups(), lr=script.LR)
+    losses = []
+    for step in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16, enabled=strategy.source["graph"].get("autocast") == "bf16"):
+            output = model(**script.whole_batch(step))
+        loss = getattr(output, "loss", output)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def compare(paths):
+    scripts = {name: load(script) for name, (script, _) in paths.items()}
+    return {name: (script_losses(scripts[name]), plan_losses(scripts[name], plan)) for name, (_, plan) in paths.items()}
+
+
 MORE = [pytest.mark.slow, pytest.mark.long]
 QUICK = ("copies", "hybrid, gathered once", "stages, tensor")
 
@@ -76,7 +131,7 @@ def results(tmp_path_factory):
             plan.save(path)
             script.write_text(rlplace.export(plan, "script").replace("LR = 1e-3", "LR = 1.0"))
             paths[name] = str(script), str(path)
-        return run(4, export_worker.compare, paths)
+        return run(4, compare, paths)
 
     return run_cases
 
@@ -105,11 +160,11 @@ def test_copies_train_as_one_process_on_the_whole_batch(tmp_path):
     plan = plan_of(f"{tmp_path}/own.py:net", {"batch": 8, "microbatch": [2], "microbatches": [2], "stages": stages})
     path = tmp_path / "train.py"
     path.write_text(rlplace.export(plan, "script").replace("LR = 1e-3", "LR = 1.0"))
-    losses, others = run(2, export_worker.losses_of, str(path), timeout_s=120)
-    script = export_worker.load(path)
+    losses, others = run(2, losses_of, str(path), timeout_s=120)
+    script = load(path)
     model, wanted = script.build_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for step in range(export_worker.STEPS):
+    for step in range(STEPS):
         loss = script.loss_of(model(**script.whole_batch(step)))
         loss.backward()
         optimizer.step()
@@ -180,7 +235,7 @@ def test_the_verb_writes_what_torchrun_starts(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["text"] == (tmp_path / "train.py").read_text()
     code, out, err = torchrun(2, tmp_path / "train.py", "3")
     assert code == 0, err
-    script, losses = export_worker.load(tmp_path / "train.py"), re.findall(r"loss (\S+)", out)
+    script, losses = load(tmp_path / "train.py"), re.findall(r"loss (\S+)", out)
     model = script.build_model()
     assert float(losses[0]) == pytest.approx(script.loss_of(model(**script.whole_batch(0))).item(), rel=1e-6)
     assert len(losses) == 3

@@ -21,8 +21,8 @@ from rlplace.runtime.base.steps import micro_batch, takes_target
 from rlplace.runtime.export.trainer import see_one_process, use_model
 from rlplace.runtime.placement.forward_graph import any_value
 from tests.runtime import small_models
+from tests.runtime.equality import plan_of
 from tests.runtime.job import launch
-from tests.runtime.job.plans import plan_of
 
 VOCABULARY, LENGTH = 48, 12
 

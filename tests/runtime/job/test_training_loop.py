@@ -16,9 +16,8 @@ from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.base.steps import check_inputs
 from rlplace.runtime.job.distribute import distribute
-from tests.runtime.job.equal import build, largest_difference
+from tests.runtime.equality import build, largest_difference, plan_of
 from tests.runtime.job.launch import run
-from tests.runtime.job.plans import plan_of
 
 
 class Tied(nn.Module):
@@ -281,6 +280,28 @@ def loss_outside():
         torch.testing.assert_close(placed(x), model(x))
 
 
+class Paired(nn.Module):
+    """Has an input of its own that is called as the target of a loss is."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x, target):
+        return ((self.second(self.first(x).relu()) - target) ** 2).mean()
+
+
+def own_target():
+    """The loss of `Paired`, distributed and not; a loss with a target of its own is refused."""
+    torch.manual_seed(1)
+    model, inputs = Paired(), {"x": torch.randn(4, 4), "target": torch.randn(4, 4)}
+    plan = plan_of(model, inputs, 2, loss=lambda output: output, deal="chain", groups=2)
+    placed = distribute(copy.deepcopy(model), plan, inputs, loss=lambda output: output)
+    torch.testing.assert_close(placed(**inputs).detach(), model(**inputs).detach())
+    with pytest.raises(InputError, match="an input of the model"):
+        distribute(model, plan, inputs, loss=lambda output, wanted: output)
+
+
 def changed(plan, **fields):
     return PlacementPlan(**{**vars(plan), **fields})
 
@@ -346,6 +367,7 @@ def everything(places):
     dropout(places)
     summed(places)
     loss_outside()
+    own_target()
     freed()
     return refusals()
 

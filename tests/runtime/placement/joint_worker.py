@@ -12,9 +12,8 @@ from rlplace.runtime.base.ranks import ranks_of
 from rlplace.runtime.placement.forward_graph import flat_inputs, forward_graph, random_key, seeded
 from rlplace.runtime.placement.placed_model import Engine, build_joint
 from rlplace.runtime.state.whole import own_tree
-from tests.runtime.equality import split_plan
-from tests.runtime.job.equal import build as make_model
-from tests.runtime.job.equal import largest_difference, loss_of
+from tests.runtime.equality import build as make_model
+from tests.runtime.equality import largest_difference, loss_of, split_plan
 
 
 def plan_of(graph, forward, backward):

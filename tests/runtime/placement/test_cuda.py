@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from rlplace.runtime.job.distribute import distribute
 from rlplace.runtime.placement.apply import apply
-from tests.runtime.job.equal import largest_difference
-from tests.runtime.job.plans import plan_of
+from tests.runtime.equality import largest_difference, plan_of
 from tests.runtime.small_models import MODELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -17,9 +17,8 @@ from rlplace.runtime.placement.forward_graph import flat_inputs, forward_graph, 
 from rlplace.runtime.placement.joint_graph import base_of, joint_graph, results_of
 from rlplace.runtime.state.whole import own_tree
 from tests.runtime import small_models
-from tests.runtime.equality import plan_for
+from tests.runtime.equality import SINGLE_PRECISION, build, plan_for
 from tests.runtime.job import launch
-from tests.runtime.job.equal import SINGLE_PRECISION, build
 from tests.runtime.placement import joint_worker
 
 CASES = [*((name, "cpu") for name in ("gpt2", "t5", "resnet", "mixtral", "lstm", "awkward")), ("gpt2", "cuda"), ("t5", "cuda")]

@@ -17,8 +17,8 @@ from rlplace.runtime.placement.forward_graph import Graphs
 from rlplace.runtime.state.training_state import load_checkpoint, save_checkpoint
 from rlplace.runtime.state.whole import gather_values
 from tests.runtime import small_models
+from tests.runtime.equality import plan_of
 from tests.runtime.job.launch import run
-from tests.runtime.job.plans import plan_of
 
 STEPS = 5
 SAVED = 2

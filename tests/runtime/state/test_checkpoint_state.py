@@ -20,8 +20,8 @@ from rlplace.runtime.job.distribute import distribute
 from rlplace.runtime.state.optimizer_state import load_whole_optimizer_state, whole_optimizer_state
 from rlplace.runtime.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlplace.runtime.state.untrusted import _Unpickler
+from tests.runtime.equality import plan_of
 from tests.runtime.job.launch import run
-from tests.runtime.job.plans import plan_of
 
 SAVED, STEPS = 3, 7
 

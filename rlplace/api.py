@@ -400,7 +400,7 @@ def _captured(
     if isinstance(target, OpGraph):
         _refuse_capture(how, "a graph was captured as it is")
         return CapturedModel(target)
-    from rlplace.runtime.placement.forward import why_not_traced
+    from rlplace.runtime.placement.joint_graph import why_not_traced
     from rlplace.runtime.strategy.facts import facts_of
 
     if inputs is None:

@@ -162,7 +162,7 @@ def capture_model(model: str, options: ModelOptions, samples: int) -> CapturedMo
     def why_not_placed() -> str | None:
         def make() -> str | None:
             from rlplace.model.graph.opgraph import FORWARD
-            from rlplace.runtime.placement.forward import why_not_traced
+            from rlplace.runtime.placement.joint_graph import why_not_traced
 
             loaded, graph = build(samples), capture_at(samples)
             ops = sum(op == FORWARD for op in graph.op_phase.tolist())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -14,29 +13,12 @@ import torch
 from torch import fx, nn
 from torch.autograd.function import once_differentiable
 
-from rlplace.errors import InputError
-from rlplace.model.capture.export import (
-    OwnBackwardError,
-    RecomputationError,
-    RefuseLosses,
-    refuse_functions,
-    refuse_recomputation,
-)
-from rlplace.model.capture.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, meta_copy, new_fake_mode
-from rlplace.model.capture.inputs import split_inputs
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.device_map import device_of_op
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.placement.assign import JointPlacement, check_same_ops, place_joint_graph
 from rlplace.runtime.placement.emit import Emitter, Program
-from rlplace.runtime.placement.forward_graph import (
-    ForwardGraph,
-    Graphs,
-    any_value,
-    flat_inputs,
-    forward_graph,
-    refuse_backward_hooks,
-)
+from rlplace.runtime.placement.forward_graph import ForwardGraph, Graphs, flat_inputs
 from rlplace.runtime.placement.joint_graph import base_of, joint_graph, results_of
 
 Key = tuple[int, int]
@@ -219,36 +201,3 @@ class _PlacedStep(torch.autograd.Function):
         leaves = enumerate(ctx.values[len(names) :])
         of_leaves = [found[number].to(leaf.device) if number in found else None for number, leaf in leaves]
         return None, None, None, None, *(found.get(name) for name in names), *of_leaves
-
-
-MOST_TRACED = 1500
-"""Forward ops of a model that is traced while it is planned; a larger one runs on fake tensors, which shows most reasons."""
-
-
-def why_not_traced(model: nn.Module, inputs: Any, method: str, num_ops: int) -> str | None:
-    """Explains why the engine of placements cannot trace a model with example inputs; None where it found no reason.
-
-    `method` is the method that captured the model, `num_ops` the number of its forward ops.
-    """
-    if method != "export":
-        return "torch.export does not follow its forward"
-    args, kwargs = split_inputs(inputs)
-    try:
-        if num_ops <= MOST_TRACED:
-            joint_graph(forward_graph(meta_copy(model), args, kwargs, loss=any_value))
-        else:  # on fake tensors, which raise where a graph would lose something
-            refuse_backward_hooks(model)
-            mode = new_fake_mode()
-            fake = fake_copy(model, mode)
-            fake_args, fake_kwargs = fake_inputs((args, kwargs), mode)
-            with torch.enable_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                with mode, any_dtype_grouped_mm(), refuse_functions(), refuse_recomputation(), RefuseLosses():
-                    fake(*fake_args, **fake_kwargs)
-    except (OwnBackwardError, RecomputationError) as error:
-        return str(error)
-    except InputError as error:
-        return str(error).partition("; a placement of ops needs")[0]
-    except Exception as error:  # the model's own code, or a trace of it
-        return f"tracing it raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
-    return None

@@ -11,23 +11,35 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from rlplace.errors import InputError
-from rlplace.model.capture.export import is_random
-from rlplace.model.capture.fake import any_dtype_grouped_mm, fake_inputs, new_fake_mode
+from rlplace.model.capture.export import (
+    OwnBackwardError,
+    RecomputationError,
+    RefuseLosses,
+    is_random,
+    refuse_functions,
+    refuse_recomputation,
+)
+from rlplace.model.capture.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, meta_copy, new_fake_mode
+from rlplace.model.capture.inputs import split_inputs
 from rlplace.model.torch_adapter import FakeTensor, TorchDispatchMode, backward_node, in_backward, pytree, sequence_number
-from rlplace.runtime.placement.forward_graph import ForwardGraph, seeded
+from rlplace.runtime.placement.forward_graph import ForwardGraph, any_value, forward_graph, refuse_backward_hooks, seeded
 from rlplace.runtime.torch_adapter import from_functional, functionalized, to_functional, without_mkldnn
 
 _aten = torch.ops.aten
 _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default, _aten.lift.default}
 """Ops that return their input; a functional graph needs no node for them."""
+
+_MOST_TRACED = 1500
+"""Forward ops of a model that is traced while it is planned; a larger one runs on fake tensors, which shows most reasons."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,6 +325,35 @@ def _erase_unused(joint: JointGraph) -> None:
     output = joint.graph.output(tuple(node for node in results if isinstance(node, fx.Node)))
     joint.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     joint.graph.erase_node(output)
+
+
+def why_not_traced(model: nn.Module, inputs: Any, method: str, num_ops: int) -> str | None:
+    """Explains why the engine of placements cannot trace a model with example inputs; None where it found no reason.
+
+    `method` is the method that captured the model, `num_ops` the number of its forward ops.
+    """
+    if method != "export":
+        return "torch.export does not follow its forward"
+    args, kwargs = split_inputs(inputs)
+    try:
+        if num_ops <= _MOST_TRACED:
+            joint_graph(forward_graph(meta_copy(model), args, kwargs, loss=any_value))
+        else:  # on fake tensors, which raise where a graph would lose something
+            refuse_backward_hooks(model)
+            mode = new_fake_mode()
+            fake = fake_copy(model, mode)
+            fake_args, fake_kwargs = fake_inputs((args, kwargs), mode)
+            with torch.enable_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with mode, any_dtype_grouped_mm(), refuse_functions(), refuse_recomputation(), RefuseLosses():
+                    fake(*fake_args, **fake_kwargs)
+    except (OwnBackwardError, RecomputationError) as error:
+        return str(error)
+    except InputError as error:
+        return str(error).partition("; a placement of ops needs")[0]
+    except Exception as error:  # the model's own code, or a trace of it
+        return f"tracing it raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+    return None
 
 
 def is_view_node(node: fx.Node) -> bool:

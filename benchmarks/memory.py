@@ -8,16 +8,14 @@ captures the published models at full size without allocating anything (minutes)
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.harness import arguments, one_thread
 from rlplace.cost import price
 from rlplace.cost.footprint import MemoryOptions, footprint
 from rlplace.model.capture.capture import capture
@@ -25,7 +23,6 @@ from rlplace.model.zoo import load_model
 from rlplace.plan import PlacementPlan
 from tests.cost.live_bytes import LiveBytes, layer_bytes, step
 
-torch.set_num_threads(1)
 GIB = 1 << 30
 OUTSIDE = ("slack", "context", "communication", "workspace")
 NO_DROPOUT = {
@@ -177,12 +174,9 @@ def show_anchors() -> None:
             )
 
 
-def main() -> None:
+if __name__ == "__main__":
+    one_thread()
     shows = {"real": show_real, "formula": show_formula, "anchors": show_anchors}
-    for name in sys.argv[1:] or shows:
+    for name in arguments(__doc__, "parts").parts or shows:
         print(f"== {name}")
         shows[name]()
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,6 @@ Equal seeds give equal data under equal versions; the program prints a hash of t
 
 from __future__ import annotations
 
-import argparse
 import copy
 import hashlib
 import os
@@ -19,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -26,6 +26,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.harness import arguments
 from rlplace.agents.move_ranking import choose, starting_plans
 from rlplace.agents.problems.cases import ProblemCase
 from rlplace.agents.problems.splits import test_cases, train_cases, validation_cases
@@ -129,6 +130,14 @@ def hash_of_dataset(dataset: Any) -> str:
     return content_hash((item.observations, item.actions, item.infos["gains"]) for item in dataset.iterate_episodes())
 
 
+def episode_of(item: Walk) -> dict[str, Any]:
+    """Makes the fields of an episode as Minari takes them."""
+    ends = [*[False] * (len(item.actions) - 1), True]
+    own = {"seed": item.seed, "options": {"problem": item.problem, "plan": item.start}, "infos": {"gains": item.gains}}
+    seen = {name: getattr(item, name) for name in ("observations", "actions", "rewards")}
+    return {**own, **seen, "terminations": ends, "truncations": [False] * len(ends)}
+
+
 def write_dataset(
     walks: Sequence[Walk], env: RefinementEnv, dataset_id: str, folder: Path, *, spec: Any = None, about: str = ""
 ) -> Any:
@@ -156,64 +165,46 @@ def write_dataset(
         raise MissingError("Minari is missing: pip install 'rlplace[data]'") from None
     if (folder / dataset_id).exists():
         raise InputError(f"{folder / dataset_id}: is there already; remove it, or name another --out")
-    before = os.environ.get("MINARI_DATASETS_PATH")
-    os.environ["MINARI_DATASETS_PATH"] = str(folder)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # about an e-mail address and a permalink
-            shown = copy.copy(env)
-            shown.spec = spec
-            return minari.create_dataset_from_buffers(
-                dataset_id,
-                [buffer_of(EpisodeBuffer, item) for item in walks],
-                env=shown,
-                algorithm_name="descent with exploration (rlplace.agents.move_ranking)",
-                author="The rlplace authors",
-                description=about,
-                data_format="hdf5",
-            )
-    finally:
-        if before is None:
-            del os.environ["MINARI_DATASETS_PATH"]
-        else:
-            os.environ["MINARI_DATASETS_PATH"] = before
+    shown = copy.copy(env)
+    shown.spec = spec
+    with warnings.catch_warnings(), patch.dict(os.environ, MINARI_DATASETS_PATH=str(folder)):
+        warnings.simplefilter("ignore", UserWarning)  # about an e-mail address and a permalink
+        return minari.create_dataset_from_buffers(
+            dataset_id,
+            [EpisodeBuffer(**episode_of(item)) for item in walks],
+            env=shown,
+            algorithm_name="descent with exploration (rlplace.agents.move_ranking)",
+            author="The rlplace authors",
+            description=about,
+            data_format="hdf5",
+        )
 
 
-def buffer_of(kind: Any, item: Walk) -> Any:
-    """An episode as Minari takes it."""
-    ends = [*[False] * (len(item.actions) - 1), True]
-    return kind(
-        seed=item.seed,
-        options={"problem": item.problem, "plan": item.start},
-        observations=item.observations,
-        actions=item.actions,
-        rewards=item.rewards,
-        terminations=ends,
-        truncations=[False] * len(ends),
-        infos={"gains": item.gains},
-    )
-
-
-def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.moves_dataset", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--split", required=True, choices=SPLITS)
-    parser.add_argument("--out", type=Path, required=True, help="root of data sets, made where it is missing")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--moves", type=int, default=MOVES, help="moves that are offered, stop among them")
-    parser.add_argument("--states", type=int, default=STATES, help="most steps of an episode")
-    parser.add_argument("--count", type=int, help="only the first cases; the environment cannot be recovered then")
-    return parser.parse_args(words)
+def facts(name: str, walks: Sequence[Walk], dataset: Any, digest: str) -> Iterator[str]:
+    """Lines about a data set that was made."""
+    gains = np.concatenate([item.gains[:-1] for item in walks])
+    size = sum(file.stat().st_size for file in Path(dataset.storage.data_path).rglob("*") if file.is_file())
+    yield f"{name}: {dataset.total_episodes} episodes, {dataset.total_steps} steps, {size / 1e6:.1f} MB"
+    offered = np.isfinite(gains[:, 1:])
+    yield f"{offered.sum()} labelled moves, {(gains[:, 1:][offered] > 0).mean():.1%} of them gain"
+    yield f"sha256 of observations, actions and gains: {digest}"
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Makes a data set and prints its hash; returns the exit code."""
-    options = arguments(words)
+    options = arguments(
+        __doc__,
+        words=words,
+        split=("validation", "which problems", SPLITS),
+        out=(Path("data"), "root of data sets, made where it is missing"),
+        seed=(0, "of all random choices"),
+        moves=(MOVES, "moves that are offered, stop among them"),
+        states=(STATES, "most steps of an episode"),
+        count=(0, "only the first cases; the environment cannot be recovered then"),
+    )
     try:
         cases = SPLITS[options.split](progress=lambda line: print(line, file=sys.stderr))
-        chosen = cases[: options.count]
+        chosen = cases[: options.count or None]
         env, walks = make_walks(chosen, seed=options.seed, moves=options.moves, states=options.states)
         spec = None
         if len(chosen) == len(cases):
@@ -229,16 +220,6 @@ def main(words: Sequence[str] | None = None) -> int:
         return error.exit_code
     print("\n".join(facts(name, walks, dataset, digest)))
     return 0
-
-
-def facts(name: str, walks: Sequence[Walk], dataset: Any, digest: str) -> Iterator[str]:
-    """Lines about a data set that was made."""
-    gains = np.concatenate([item.gains[:-1] for item in walks])
-    size = sum(file.stat().st_size for file in Path(dataset.storage.data_path).rglob("*") if file.is_file())
-    yield f"{name}: {dataset.total_episodes} episodes, {dataset.total_steps} steps, {size / 1e6:.1f} MB"
-    offered = np.isfinite(gains[:, 1:])
-    yield f"{offered.sum()} labelled moves, {(gains[:, 1:][offered] > 0).mean():.1%} of them gain"
-    yield f"sha256 of observations, actions and gains: {digest}"
 
 
 if __name__ == "__main__":

@@ -12,17 +12,16 @@ none; about every fifth of the grid and every second of the random ones are held
 
 from __future__ import annotations
 
-import argparse
 import csv
 import dataclasses
 import hashlib
-import sys
 from pathlib import Path
 
 import msgspec
 import numpy as np
-from fit_residual import fit_residual, sizes_of
 
+from benchmarks.fit_residual import fit_residual, sizes_of
+from benchmarks.harness import SHARED, arguments, data
 from rlplace.cluster import KINDS
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.curve import Curve, kernel_seconds
@@ -249,27 +248,24 @@ def carried(curve: Curve, card: DeviceKind, other: DeviceKind) -> Curve:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, default=Path(__file__).resolve().parents[2] / "shared" / "data")
-    parser.add_argument("--write", action="store_true", help="fit and write the shipped coefficients")
-    parser.add_argument("--left-out", action="store_true", help="errors on devices that were not fitted")
-    options = parser.parse_args()
-    if not (options.data / "kernel_timings").is_dir():
-        print(f"no kernel timings under {options.data}; name their folder with --data", file=sys.stderr)
-        return 0
-    timings = read(options.data)
+def main() -> None:
+    """Prints errors, or fits and writes the shipped coefficients."""
+    options = arguments(
+        __doc__,
+        data=(SHARED, "folder of published timings"),
+        write="fit and write the shipped coefficients",
+        left_out="errors on devices that were not fitted",
+    )
+    timings = read(data(options.data, "kernel_timings").parent)
     if options.write:
         fitted = fit(timings)  # kinds that others timed (benchmarks.gpu.fit) stay
         dataclasses.replace(fitted, kinds={**shipped_costs().kinds, **fitted.kinds}).save(SHIPPED)
         print(f"wrote {SHIPPED}")
-        return 0
-    if options.left_out:
+    elif options.left_out:
         report_left_out(timings, shipped_costs())
-        return 0
-    report_held_out(timings, shipped_costs())
-    return 0
+    else:
+        report_held_out(timings, shipped_costs())
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

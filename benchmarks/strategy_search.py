@@ -1,8 +1,8 @@
 """How good the search for whole strategies is: regret against long runs of three unlike searches, and brute force.
 
-``python -m benchmarks.strategy_search [--problems 24] [--reference-s 60] [--rows FILE]``
-``python -m benchmarks.strategy_search --large``: 512 devices
-``python -m benchmarks.strategy_search --brute-force 200``
+    python -m benchmarks.strategy_search [--problems 24] [--reference-s 60] [--rows FILE]
+    python -m benchmarks.strategy_search --large                    512 devices
+    python -m benchmarks.strategy_search --brute-force 200
 
 Problems are random models (tests/strategy/random_costs.py) on preset clusters, of four kinds in turn: like devices, unlike
 devices, little memory, unlike layers. The references are the search itself for a long time, annealing over its moves from
@@ -14,7 +14,6 @@ changed search take "found_s" out of its rows.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
+from benchmarks.harness import Row, arguments, markdown, read_rows, write_rows
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError
 from rlplace.strategy.drafts import Draft, Mesh, plain_draft
@@ -187,53 +187,54 @@ def row(seed: int, known: dict[str, Any], reference_s: float, large: bool, budge
     return known
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Mean and worst regret in per cent by kind, for every budget and reference."""
+def table(rows: list[Row]) -> str:
+    """Makes the table of mean and worst regret in per cent by kind, for every budget and reference."""
     every = [{**r["found_s"], **r.get("references_s", {})} for r in rows]
-    names = list(dict.fromkeys(name for one in every for name in one))
-    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    names, lines = list(dict.fromkeys(name for one in every for name in one)), []
     for kind in (*KINDS, "all"):
         some = [one for r, one in zip(rows, every, strict=True) if kind in (r["kind"], "all")]
         if some:
             regrets = [[one[name] / min(one.values()) - 1 for one in some] for name in names]
             cells = [f"{100 * float(np.mean(values)):.2f} ({100 * max(values):.1f})" for values in regrets]
-            lines.append(f"| {kind} ({len(some)}) | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            lines.append([f"{kind} ({len(some)})", *cells])
+    return markdown(["", *names], lines)
+
+
+def brute_force(count: int) -> None:
+    """Compares answers on small problems with every strategy."""
+    equal = 0
+    for seed in range(count):
+        asked = small_question(seed)
+        mine_s = search(asked).ranked[0].step_s
+        better = quicker(asked, mine_s * (1 - 1e-9))
+        equal += better is None
+        if better is not None:
+            print(f"seed {seed} {asked.cluster.text}: {100 * (mine_s / better[0] - 1):.2f} % above the best", flush=True)
+    print(f"{equal} of {count} equal")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", type=int, default=24)
-    parser.add_argument("--first", type=int, default=SEEDS, help="seed of the first problem")
-    parser.add_argument("--reference-s", type=float, default=60.0, help="seconds of each of the three references; 0: none")
-    parser.add_argument("--calls", type=int, nargs="*", default=CALLS, help="budgets beside 5 s; none: references alone")
-    parser.add_argument("--large", action="store_true", help="512 devices")
-    parser.add_argument("--rows", type=Path, help="JSONL with a row a problem; what it has is not run again")
-    parser.add_argument(
-        "--brute-force", type=int, default=0, metavar="N", help="N small problems against every strategy instead"
+    """Searches problems that have no row yet, and prints the table."""
+    options = arguments(
+        __doc__,
+        problems=(24, "how many"),
+        first=(SEEDS, "seed of the first problem"),
+        reference_s=(60.0, "seconds of each of the three references; 0: none"),
+        calls=(tuple(CALLS), "budgets beside 5 s"),
+        large="512 devices",
+        rows=(None, "JSONL with a row a problem; what it has is not run again"),
+        brute_force=(0, "so many small problems against every strategy instead"),
     )
-    args = parser.parse_args()
-    if args.brute_force:
-        equal = 0
-        for seed in range(args.brute_force):
-            asked = small_question(seed)
-            mine_s = search(asked).ranked[0].step_s
-            better = quicker(asked, mine_s * (1 - 1e-9))
-            equal += better is None
-            if better is not None:
-                print(f"seed {seed} {asked.cluster.text}: {100 * (mine_s / better[0] - 1):.2f} % above the best", flush=True)
-        print(f"{equal} of {args.brute_force} equal")
-        return
-    rows = {}
-    if args.rows and args.rows.exists():
-        rows = {known["seed"]: known for known in map(json.loads, args.rows.read_text().splitlines())}
+    if options.brute_force:
+        return brute_force(options.brute_force)
+    rows = {known["seed"]: known for known in read_rows(Path(options.rows))} if options.rows else {}
     search(problem(0)[1], calls=100)  # kernels are loaded
-    seeds = range(args.first, args.first + args.problems)
+    seeds = range(options.first, options.first + options.problems)
     for seed in seeds:
-        rows[seed] = row(seed, rows.get(seed, {}), args.reference_s, args.large, args.calls)
+        rows[seed] = row(seed, rows.get(seed, {}), options.reference_s, options.large, list(options.calls))
         print(json.dumps(rows[seed]), flush=True)
-        if args.rows:
-            args.rows.write_text("".join(json.dumps(rows[seed]) + "\n" for seed in sorted(rows)))
+        if options.rows:
+            write_rows(Path(options.rows), (rows[seed] for seed in sorted(rows)))
     print(table([rows[seed] for seed in seeds if "found_s" in rows[seed]]))
 
 

@@ -11,7 +11,6 @@ reason. What ran in eight bits is priced as bf16 and counted apart. `--graphs` k
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -19,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file, too
+from benchmarks.harness import arguments, one_thread
 from benchmarks.published.price import Said, say
 from benchmarks.published.rows import Excluded, Row, degrees, read
 
@@ -140,16 +138,20 @@ def report(found: Sequence[Said], excluded: Sequence[Excluded], judged: Sequence
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("steps", type=Path)
-    parser.add_argument("--only", default="", help="groups whose model, source or devices hold this text")
-    parser.add_argument("--graphs", type=Path, help="folder that keeps captured models")
-    parser.add_argument("--save", type=Path, help="write predictions as JSON")
-    options = parser.parse_args()
-    if not options.steps.exists():
-        sys.exit(f"{options.steps}: not there; the published steps are no part of this repository, nothing to compare")
-    torch.set_num_threads(1)
-    rows, excluded = read(options.steps)
+    """Predicts all steps and prints the tables."""
+    options = arguments(
+        __doc__,
+        "steps",
+        only=("", "groups whose model, source or devices hold this text"),
+        graphs=(None, "folder that keeps captured models"),
+        save=(None, "write predictions as JSON"),
+    )
+    steps = Path(next(iter(options.steps), "steps.csv"))
+    if not steps.exists():
+        print(f"{steps}: not there; the published steps are no part of this repository, nothing to compare", file=sys.stderr)
+        return
+    one_thread()
+    rows, excluded = read(steps)
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if options.only in ", ".join(row.group):
@@ -160,7 +162,7 @@ def main() -> None:
         print(", ".join(key), flush=True)
         own = []
         for row in members:
-            own.append(say(row, options.graphs))
+            own.append(say(row, options.graphs and Path(options.graphs)))
             print(show(own[-1]), flush=True)
         timed = [said for said in own if said.row.taken_s and said.step_s]
         judged = judge(own) if len({said.row.words + said.row.recompute for said in timed}) > 1 else {}
@@ -172,7 +174,7 @@ def main() -> None:
         found += own
     report(found, excluded, [entry["judged"] for entry in saved if entry["judged"]])
     if options.save is not None:
-        options.save.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+        Path(options.save).write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,15 +13,13 @@ them on a processor: `fully_shard` gathers the next block's parameters and reduc
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +27,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file, too
+from benchmarks.harness import Row, add_row, arguments, markdown, read_rows
 from rlplace.cluster.presets import cpu_kind
 from rlplace.cost.timings import rank_correlation
 from rlplace.errors import InputError
@@ -132,8 +130,8 @@ def links_of(rate: str) -> Any:
         return measure_cluster(hosts, kinds=[kind] * HOSTS)
 
 
-def cells(model: str, rate: str) -> list[dict[str, Any]]:
-    """Every strategy that runs, with what is predicted and how long its blocks sleep."""
+def cells(model: str, rate: str) -> list[Row]:
+    """Makes every strategy that runs, with what is predicted and how long its blocks sleep."""
     from rlplace.strategy.costs import Cut
     from rlplace.strategy.search.op_level import OpLevel
     from rlplace.strategy.search.plan import ask
@@ -344,7 +342,7 @@ def as_a_gpu() -> None:
 
 
 def worker(path: str) -> None:
-    """One process: all cells of a file, one after the other."""
+    """Runs all cells of a file in this process, one after the other."""
     import torch
     import torch.distributed as dist
 
@@ -355,104 +353,104 @@ def worker(path: str) -> None:
     as_a_gpu()
     for cell in json.loads(Path(path).read_text()):
         rank = dist.get_rank()
-        CHUNKS["stages"] = [n for n, stage in enumerate(_stages(cell)) if rank in stage["devices"]]
+        CHUNKS["stages"] = [n for n, stage in enumerate(cell["strategy"]["stages"]) if rank in stage["devices"]]
         seconds = run(cell)
         if rank == 0:
             print(json.dumps({"name": cell["name"], "step_s": seconds}), flush=True)
     dist.destroy_process_group()
 
 
-def _stages(cell: dict[str, Any]) -> list[dict[str, Any]]:
-    stages: list[dict[str, Any]] = cell["strategy"]["stages"]
-    return stages
+def on_hosts(spec: HostsSpec, words: Sequence[str], cells: Sequence[Row] = (), limit_s: float = 4 * LIMIT_S) -> list[Row]:
+    """Runs a worker on emulated hosts; what its first rank says in JSON, before it fails, too.
+
+    Args:
+        spec: The hosts.
+        words: Module, and its arguments; the path of a file of the cells follows where there are any.
+        cells: What the worker runs.
+        limit_s: Time of all.
+    """
+    said: list[Row] = []
+
+    def hear(rank: int, host: int, stream: int, line: str) -> None:
+        if stream == 1 and rank == 0 and line.startswith("{"):
+            said.append(json.loads(line))
+        elif stream == 2:
+            print(f"[{rank}] {line}", file=sys.stderr)
+
+    with tempfile.TemporaryDirectory() as folder, emulated_hosts(spec) as hosts:
+        path = Path(folder) / "cells.json"
+        path.write_text(json.dumps(cells))
+        command = [sys.executable, "-m", *words, *([str(path)] if cells else [])]
+        with launch(hosts, command, env={"OMP_NUM_THREADS": "1"}, sink=hear) as job:
+            try:
+                job.wait(limit_s)
+                job.check()
+            except Exception as error:
+                print(error, file=sys.stderr)
+    return said
 
 
-def measure(asked_for: list[dict[str, Any]], rate: str) -> None:
-    """Runs cells on the hosts and appends their rows; where one fails, the others go on in another launch."""
-    left = list(asked_for)
+def width(cell: Row) -> int:
+    """Counts the devices of a strategy, which are its processes."""
+    return len({device for stage in cell["strategy"]["stages"] for device in stage["devices"]})
+
+
+def measure(left: list[Row], rate: str) -> None:
+    """Runs cells on the hosts and adds their rows; where one fails, the others go on in another launch."""
     while left:
-        done: dict[str, list[float]] = {}
-
-        def keep(rank: int, host: int, stream: int, line: str, done: Any = done, left: Any = left) -> None:
-            if stream == 1 and line.startswith("{"):
-                told = json.loads(line)
-                done[told["name"]] = told["step_s"]
-                cell = next(cell for cell in left if cell["name"] == told["name"])
+        batch = [cell for cell in left if width(cell) == width(left[0])]
+        spec = HostsSpec(width(left[0]), parse_rate(rate))
+        done = {told["name"]: told["step_s"] for told in on_hosts(spec, ["benchmarks.emulated", "--worker"], batch)}
+        for cell in batch:
+            if cell["name"] in done:
                 row = {key: cell[key] for key in ("model", "rate", "name", "predicted_s")}
-                with ROWS.open("a") as file:
-                    file.write(json.dumps({**row, "step_s": told["step_s"]}) + "\n")
-                print(f"{row['model']} {rate} {row['name']}: {told['step_s']} predicted {row['predicted_s']:.3f}", flush=True)
-            elif stream == 2:
-                print(f"[{rank}] {line}", file=sys.stderr)
-
-        count = _width(left[0])  # processes are as many as devices
-        batch = [cell for cell in left if _width(cell) == count]
-        with tempfile.TemporaryDirectory() as folder, emulated_hosts(HostsSpec(count, parse_rate(rate))) as hosts:
-            path = Path(folder) / "cells.json"
-            path.write_text(json.dumps(batch))
-            command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(path)]
-            with launch(hosts, command, env={"OMP_NUM_THREADS": "1"}, sink=keep) as job:
-                try:
-                    job.wait(LIMIT_S * 4)
-                    job.check()
-                except Exception as error:
-                    print(f"{rate}: {error}", file=sys.stderr)
+                add_row(ROWS, {**row, "step_s": done[cell["name"]]})
         failed = next((cell["name"] for cell in batch if cell["name"] not in done), None)
         if failed is not None:
             print(f"left out: {batch[0]['model']} {rate} {failed}", file=sys.stderr)
         left = [cell for cell in left if cell["name"] not in (*done, failed)]
 
 
-def _width(cell: dict[str, Any]) -> int:
-    return len({device for stage in _stages(cell) for device in stage["devices"]})
+def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> list[str]:
+    """Compares predicted and measured steps: rank correlation, mean error, and the pick above the fastest."""
+    error = np.mean([abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)])
+    pick = measured[int(np.argmin(predicted))] / min(measured) - 1
+    return [f"{rank_correlation(predicted, measured):.3f}", f"{100 * error:.1f} %", f"{100 * pick:.1f} %"]
 
 
-def rows() -> list[dict[str, Any]]:
-    """What was measured so far."""
-    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+def by_cell(path: Path) -> dict[tuple[str, str], list[Row]]:
+    """Groups rows by model and rate."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in read_rows(path):
+        groups.setdefault((row["model"], row["rate"]), []).append(row)
+    return groups
 
 
-def table() -> None:
-    """The rows by model and rate."""
-    groups = defaultdict(list)
-    for row in rows():
-        groups[row["model"], row["rate"]].append((row["predicted_s"], float(np.median(row["step_s"]))))
-    print("| model, links | plans | rank correlation | mean error | pick above the fastest |")
-    print("|---|---|---|---|---|")
-    for (model, rate), found in groups.items():
-        predicted, measured = zip(*found, strict=True)
-        error = np.mean([abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)])
-        pick = min(found)[1] / min(measured) - 1
-        correlation = rank_correlation(predicted, measured)
-        print(f"| {model}, {rate} | {len(found)} | {correlation:.3f} | {100 * error:.1f} % | {100 * pick:.1f} % |")
+def table() -> str:
+    """Makes the table by model and rate."""
+    lines = []
+    for (model, rate), found in by_cell(ROWS).items():
+        measured = [float(np.median(row["step_s"])) for row in found]
+        lines.append([f"{model}, {rate}", len(found), *accuracy([row["predicted_s"] for row in found], measured)])
+    return markdown(["model, links", "plans", "rank correlation", "mean error", "pick above the fastest"], lines)
 
 
-def options(about: str | None, rates: Sequence[str]) -> argparse.Namespace:
-    """The options of a benchmark that measures strategies of the models at some rates."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--rates", nargs="+", default=list(rates))
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-def measure_missing(args: argparse.Namespace, done: Sequence[dict[str, Any]], cells: Any, measure: Any) -> None:
-    """Measures the cells that have no row yet."""
-    known = {(row["model"], row["rate"], row["name"]) for row in done}
-    for model in args.models:
-        for rate in args.rates:
-            measure([cell for cell in cells(model, rate) if (model, rate, cell["name"]) not in known], rate)
-
-
-def main() -> None:
-    args = options(__doc__, RATES)
-    if args.worker:
-        return worker(*args.worker)
-    if args.table:
-        return table()
-    measure_missing(args, rows(), cells, measure)
+def main(doc: str | None, rates: Sequence[str], path: Path, cells: Any, measure: Any, table: Any, worker: Any) -> None:
+    """Measures the cells of a benchmark of strategies that have no row yet, and prints its table."""
+    options = arguments(
+        doc,
+        models=(tuple(MODELS), "names", MODELS),
+        rates=(tuple(rates), "of the links"),
+        table="only the table",
+        worker=((), "used inside"),
+    )
+    if options.worker:
+        return worker(*options.worker)
+    for model, rate in () if options.table else product(options.models, options.rates):
+        known = {row["name"] for row in by_cell(path).get((model, rate), ())}
+        measure([cell for cell in cells(model, rate) if cell["name"] not in known], rate)
+    print(table())
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, RATES, ROWS, cells, measure, table, worker)

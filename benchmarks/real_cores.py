@@ -25,15 +25,15 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file, too
 from benchmarks import emulated
+from benchmarks.harness import Row, add_row, markdown
 from rlplace.cluster.presets import cpu_kind
 from rlplace.cost.table import CostTable
-from rlplace.cost.timings import Measurement, rank_correlation
+from rlplace.cost.timings import Measurement
 from rlplace.errors import InputError
 from rlplace.measure.calibrate import calibrate
 from rlplace.plan.plan import PlacementPlan
-from tools.hosts import HostsSpec, emulated_hosts, launch, measure_cluster
+from tools.hosts import HostsSpec, emulated_hosts, measure_cluster
 from tools.hosts.spec import parse_rate
 
 HOSTS, BATCH, SEQ, STEPS = 2, 16, 64, 7
@@ -41,28 +41,12 @@ RATES = ("1gbit", "200mbit")
 ALONE, TOGETHER, STEPS_TOO = "alone", "together", "together, whole steps"
 ROWS = Path(__file__).with_suffix(".jsonl")
 CORES = ((0,), (1,))
+WORKER = ["benchmarks.real_cores", "--worker"]
 
 
-def on_hosts(count: int, words: Sequence[str], rate: str = "1gbit") -> list[str]:
-    """Runs this file as a worker on the first hosts, each on its core; the lines that rank 0 prints.
-
-    Raises:
-        RlplaceError: A worker failed.
-    """
-    said: list[str] = []
-
-    def keep(rank: int, host: int, stream: int, line: str) -> None:
-        if stream == 1 and rank == 0:
-            said.append(line)
-        elif stream == 2:
-            print(f"[{rank}] {line}", file=sys.stderr)
-
-    command = [sys.executable, str(Path(__file__).resolve()), "--worker", *words]
-    with emulated_hosts(HostsSpec(count, parse_rate(rate), cpus=CORES[:count])) as hosts:
-        with launch(hosts, command, env={"OMP_NUM_THREADS": "1"}, sink=keep) as job:
-            job.wait(3600)
-            job.check()
-    return said
+def hosts_of(count: int, rate: str = "1gbit") -> HostsSpec:
+    """The first hosts, each on its core."""
+    return HostsSpec(count, parse_rate(rate), cpus=CORES[:count])
 
 
 @cache
@@ -71,7 +55,7 @@ def costs_of(model: str) -> dict[str, tuple[CostTable, str]]:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for way, count in ((ALONE, 1), (TOGETHER, HOSTS)):
-            on_hosts(count, ["measure", model, folder + f"/{count}"])
+            emulated.on_hosts(hosts_of(count), [*WORKER, "measure", model, folder + f"/{count}"])
             files = sorted(Path(folder).glob(f"{count}-*.measure.json"))
             measured = [Measurement.load(path) for path in files]
             name = measured[0].environment.device_kind
@@ -82,10 +66,7 @@ def costs_of(model: str) -> dict[str, tuple[CostTable, str]]:
 def with_steps(tables: dict[str, tuple[CostTable, str]], cell: dict[str, Any]) -> tuple[CostTable, str]:
     """The table of ops timed together whose whole steps on one device take what the runtime takes for them."""
     table, name = tables[TOGETHER]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "cells.json"
-        path.write_text(json.dumps([cell]))
-        (told,) = map(json.loads, on_hosts(HOSTS, ["alike", str(path)]))
+    (told,) = emulated.on_hosts(hosts_of(HOSTS), [*WORKER, "alike"], [cell])
     factor = float(np.median(told["step_s"])) / cell["predicted_s"][TOGETHER]
     costs = table.kinds[name]
     return dataclasses.replace(table, kinds={name: dataclasses.replace(costs, step_factor=costs.step_factor * factor)}), name
@@ -94,7 +75,7 @@ def with_steps(tables: dict[str, tuple[CostTable, str]], cell: dict[str, Any]) -
 @cache
 def links_of(rate: str, name: str) -> Any:
     """The hosts with the links and collectives that are measured between them."""
-    with emulated_hosts(HostsSpec(HOSTS, parse_rate(rate), cpus=CORES)) as hosts:
+    with emulated_hosts(hosts_of(HOSTS, rate)) as hosts:
         return measure_cluster(hosts, kinds=[cpu_kind(1, 1 << 40, name)] * HOSTS)
 
 
@@ -182,52 +163,34 @@ def time_plans(path: str, alike: bool = False) -> None:
     dist.destroy_process_group()
 
 
-def measure(asked_for: Sequence[dict[str, Any]], rate: str) -> None:
-    """Runs plans and appends their rows; the one device's plan corrects the factor of whole steps."""
-    timed: dict[str, list[float]] = {}
+def measure(asked_for: Sequence[Row], rate: str) -> None:
+    """Runs plans and adds their rows."""
     for count in (1, HOSTS):
-        batch = [cell for cell in asked_for if emulated._width(cell) == count]
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "cells.json"
-            path.write_text(json.dumps(batch))
-            lines = on_hosts(count, ["plans", str(path)], rate) if batch else []
-        timed |= {told["name"]: told["step_s"] for told in map(json.loads, filter(lambda line: line.startswith("{"), lines))}
-    with ROWS.open("a") as file:
-        for cell in asked_for:
+        batch = [cell for cell in asked_for if emulated.width(cell) == count]
+        told = emulated.on_hosts(hosts_of(count, rate), [*WORKER, "plans"], batch, 3600) if batch else []
+        timed = {one["name"]: one["step_s"] for one in told}
+        for cell in batch:
             if cell["name"] in timed:
-                row = {key: cell[key] for key in ("model", "rate", "name", "predicted_s")} | {"step_s": timed[cell["name"]]}
-                file.write(json.dumps(row) + "\n")
+                row = {key: cell[key] for key in ("model", "rate", "name", "predicted_s")}
+                add_row(ROWS, {**row, "step_s": timed[cell["name"]]})
 
 
-def rows() -> list[dict[str, Any]]:
-    """What was measured so far."""
-    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
-
-
-def table() -> None:
-    """The rows by model, rate and way."""
-    print("| model, links | plans | ops timed | rank correlation | mean error | pick above the fastest |")
-    print("|---|---|---|---|---|---|")
-    for model, rate in dict.fromkeys((row["model"], row["rate"]) for row in rows()):
-        mine = [row for row in rows() if (row["model"], row["rate"]) == (model, rate)]
+def table() -> str:
+    """Makes the table by model, rate and way."""
+    lines = []
+    for (model, rate), mine in emulated.by_cell(ROWS).items():
         measured = [float(np.median(row["step_s"])) for row in mine]
         for way in mine[0]["predicted_s"]:
-            predicted = [row["predicted_s"][way] for row in mine]
-            error = np.mean([abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)])
-            pick = measured[int(np.argmin(predicted))] / min(measured) - 1
-            shown = f"{rank_correlation(predicted, measured):.3f} | {100 * error:.1f} % | {100 * pick:.1f} %"
-            print(f"| {model}, {rate} | {len(mine)} | {way} | {shown} |")
+            shown = emulated.accuracy([row["predicted_s"][way] for row in mine], measured)
+            lines.append([f"{model}, {rate}", len(mine), way, *shown])
+    heads = ["model, links", "plans", "ops timed", "rank correlation", "mean error", "pick above the fastest"]
+    return markdown(heads, lines)
 
 
-def main() -> None:
-    args = emulated.options(__doc__, RATES)
-    if args.worker:
-        what, *rest = args.worker
-        return time_ops(*rest) if what == "measure" else time_plans(*rest, alike=what == "alike")
-    if args.table:
-        return table()
-    emulated.measure_missing(args, rows(), cells, measure)
+def worker(what: str, *rest: str) -> None:
+    """Times ops or plans in this process."""
+    time_ops(*rest) if what == "measure" else time_plans(*rest, alike=what == "alike")
 
 
 if __name__ == "__main__":
-    main()
+    emulated.main(__doc__, RATES, ROWS, cells, measure, table, worker)

@@ -15,20 +15,17 @@ no one is compared on; they are rules like the others once their weights are the
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.random import Generator
 from safetensors.torch import save_file
 
+from benchmarks.harness import add_row, arguments, markdown, missing, one_thread, read_rows
 from benchmarks.runs_policy import load_runs, rule_of, train_runs
 from rlplace.cluster.parse import parse
 from rlplace.envs.cluster import Scenario
@@ -165,9 +162,7 @@ def optimum(pool: Pool, truth: Truth) -> float:
 
 
 def run(split: str, seeds: int, path: Path, rules: list[str]) -> None:
-    """Adds rows."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    known = {(row["instance"], row["seed"], row["rule"]) for row in map(json.loads, lines)}
+    """Adds the rows that are missing."""
     known_rules = rules_by_name()
     for name, question in instances(split):
         try:
@@ -176,86 +171,71 @@ def run(split: str, seeds: int, path: Path, rules: list[str]) -> None:
             print(name, error)
             continue
         for seed in range(seeds):
+            todo = missing(path, [(name, seed, rule) for rule in rules], "instance", "seed", "rule")
             truth = Truth.drawn(question, zlib.crc32(f"{split} {name} {seed}".encode()))
-            todo = [rule for rule in rules if (name, seed, rule) not in known]
-            if not todo:
+            if not todo or math.isinf(least_s := optimum(pool, truth)):
                 continue
-            least_s = optimum(pool, truth)
-            if math.isinf(least_s):
-                continue
-            for rule in todo:
+            for *_, rule in todo:
                 best, said = play(known_rules[rule], pool, truth, seed)
-                row: dict[str, Any] = {
-                    "split": split, "instance": name, "seed": seed, "rule": rule, "candidates": len(pool.drafts),
-                    "over": [round(min(value / least_s, NEVER), 4) for value in best], "said": said,
-                }  # fmt: skip
-                with path.open("a") as file:
-                    print(json.dumps(row), file=file)
-            print(name, seed, flush=True)
+                over = [round(min(value / least_s, NEVER), 4) for value in best]
+                row = {"split": split, "instance": name, "seed": seed, "rule": rule, "candidates": len(pool.drafts)}
+                add_row(path, {**row, "over": over, "said": said})
 
 
 def table(path: Path, split: str) -> str:
-    """Geometric means by rule and number of runs, and the share of runs that did not fit."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    """Makes the table of geometric means by rule and number of runs, and the share of runs that did not fit."""
     over: dict[str, list[list[float]]] = defaultdict(list)
     lost: dict[str, list[bool]] = defaultdict(list)
-    for row in rows:
+    for row in read_rows(path):
         if row["split"] == split:
             over[row["rule"]].append(row["over"])
             lost[row["rule"]] += [said != "ran" for said in row["said"]]
-    lines = ["| rule | " + " | ".join(map(str, SHOWN)) + " | did not fit |", "|---|" + "---|" * (len(SHOWN) + 1)]
+    lines = []
     for rule, values in over.items():
         means = np.exp(np.log(np.maximum(np.array(values), 1.0)).mean(axis=0))
-        figures = " | ".join(f"{means[n - 1]:.3f}" for n in SHOWN)
-        lines.append(f"| {rule} ({len(values)}) | {figures} | {np.mean(lost[rule]):.1%} |")
-    return "\n".join(lines)
+        lines.append([f"{rule} ({len(values)})", *(f"{means[n - 1]:.3f}" for n in SHOWN), f"{np.mean(lost[rule]):.1%}"])
+    return markdown(["rule", *map(str, SHOWN), "did not fit"], lines)
 
 
 def ratios(path: Path, split: str) -> str:
-    """Every rule over the first, after 2 and 3 runs: geometric mean with the 95 % interval of bootstrap draws of instances."""
+    """Makes the table of rules over the first after 2 and 3 runs, with the 95 % interval of bootstrap draws of instances."""
     over: dict[str, dict[tuple[str, int], list[float]]] = defaultdict(dict)
-    for row in map(json.loads, path.read_text().splitlines()):
+    for row in read_rows(path):
         if row["split"] == split:
             over[row["rule"]][row["instance"], row["seed"]] = row["over"]
     first, *others = over
-    lines = [f"| {first} over | after 2 runs | after 3 runs |", "|---|---|---|"]
+    lines = []
     for rule in others:
         shared = [key for key in over[first] if key in over[rule]]
-        names = sorted({name for name, _ in shared})
-        figures = []
+        names, figures = sorted({name for name, _ in shared}), []
         for runs in (2, 3):
-            log = {name: [] for name in names}
+            log: dict[str, list[float]] = {name: [] for name in names}
             for key in shared:
                 log[key[0]].append(math.log(max(1.0, over[first][key][runs - 1]) / max(1.0, over[rule][key][runs - 1])))
-            rng = np.random.default_rng(0)
-            picks = rng.integers(len(names), size=(2000, len(names)))
+            picks = np.random.default_rng(0).integers(len(names), size=(2000, len(names)))
             drawn = [np.mean(np.concatenate([log[names[n]] for n in pick])) for pick in picks]
-            mean = np.mean(np.concatenate([log[name] for name in names]))
-            low, high = np.quantile(drawn, [0.025, 0.975])
-            figures.append(f"{math.exp(mean):.3f} [{math.exp(low):.3f}, {math.exp(high):.3f}]")
-        lines.append(f"| {rule} | {figures[0]} | {figures[1]} |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--split", choices=tuple(MODELS), default="test")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rules", nargs="+", help="default: all, and trained policies")
-    parser.add_argument("--train", action="store_true")
-    parser.add_argument("--decisions", type=int, default=60_000)
-    parser.add_argument("--truths", type=int, default=24, help="of every instance of tuning, to train on")
-    parser.add_argument("--rows", type=Path, default=ROWS)
-    parser.add_argument("--table", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.train:
-        return train(options.seeds, options.decisions, options.truths)
-    if not options.table:
-        run(options.split, options.seeds, options.rows, options.rules or [*rules_by_name()])
-    print(table(options.rows, options.split))
-    print(ratios(options.rows, options.split))
+            low, high = np.exp(np.quantile(drawn, [0.025, 0.975]))
+            mean = math.exp(np.mean(np.concatenate([log[name] for name in names])))
+            figures.append(f"{mean:.3f} [{low:.3f}, {high:.3f}]")
+        lines.append([rule, *figures])
+    return markdown([f"{first} over", "after 2 runs", "after 3 runs"], lines)
 
 
 if __name__ == "__main__":
-    main()
+    options = arguments(
+        __doc__,
+        split=("test", "instances", MODELS),
+        seeds=(3, "truths of an instance, or trainings"),
+        rules=((), "default: all, and trained policies"),
+        train="train policies",
+        decisions=(60_000, "of a training"),
+        truths=(24, "of every instance of tuning, to train on"),
+        table="only the tables",
+    )
+    one_thread()
+    if options.train:
+        train(options.seeds, options.decisions, options.truths)
+    else:
+        if not options.table:
+            run(options.split, options.seeds, ROWS, list(options.rules) or [*rules_by_name()])
+        print(table(ROWS, options.split), ratios(ROWS, options.split), sep="\n")

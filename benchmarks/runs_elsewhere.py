@@ -11,13 +11,13 @@ of all candidates after 1 and 2 runs, geometric means, before the first that wor
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections import defaultdict
 from functools import cache
 
 import numpy as np
 
+from benchmarks.harness import arguments, markdown
 from benchmarks.runs import BATCH, CAPTURED, MODELS, NEVER
 from rlplace.cluster.parse import parse
 from rlplace.errors import RlplaceError
@@ -93,12 +93,11 @@ def figures(question: SearchProblem, pool: Pool, seed: int, elsewhere: tuple[Run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--truths", type=int, default=8)
-    options = parser.parse_args()
+    """Prints the table."""
+    truths = arguments(__doc__, truths=(8, "of every cluster")).truths
     rows = defaultdict(list)
     for cluster in CLUSTERS:
-        for seed in range(options.truths):
+        for seed in range(truths):
             alike, unlike = runs_there(cluster, seed), runs_there(cluster, seed + 1000)
             for name in HERE:
                 known = asked(name, cluster)
@@ -108,14 +107,12 @@ def main() -> None:
                     if runs or what == "without":
                         rows[what].append(figures(*known, seed, runs))
         print(cluster, len(rows["without"]), flush=True)
-    print(
-        "| runs on | cases | mean error of log step time | squares over variances | after 1 run | after 2 |",
-        "|" + "---|" * 6,
-        sep="\n",
-    )
+    lines = []
     for what, found in rows.items():
         error, square, *over = np.mean(found, axis=0)
-        print(f"| {what} | {len(found)} | {error:.3f} | {square:.2f} |", *(f"{math.exp(one):.3f} |" for one in over))
+        lines.append([what, len(found), f"{error:.3f}", f"{square:.2f}", *(f"{math.exp(one):.3f}" for one in over)])
+    heads = ["runs on", "cases", "mean error of log step time", "squares over variances", "after 1 run", "after 2"]
+    print(markdown(heads, lines))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ import numpy as np
 
 from benchmarks import emulated
 from benchmarks.emulated import BATCH, BYTES_PER_S, FLOPS, HOSTS, _sleeps, as_a_gpu, captured
+from benchmarks.harness import add_row, arguments, markdown, missing, read_rows
 from rlplace.cluster.presets import cpu_kind
 from rlplace.measure.log import Ended
 from rlplace.measure.session import Session
@@ -224,18 +225,10 @@ def play(lab: Lab, plan: PlacementPlan, rule: str, seed: int) -> tuple[list[floa
     return best + best[-1:] * (RUNS - len(best)), said
 
 
-def cells(options: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
-    """Clusters, models and seeds that have no rows yet."""
-    lines = ROWS.read_text().splitlines() if ROWS.exists() else []
-    known = {(row["cluster"], row["model"], row["seed"]) for row in map(json.loads, lines)}
-    for seed in range(options.seeds):
-        for model in options.models:
-            yield from ((c, model, seed) for c in options.clusters if (c, model, seed) not in known)
-
-
 def measure(options: argparse.Namespace) -> None:
-    """Plays all rules in every cell and appends their rows."""
-    for cluster, model, seed in cells(options):
+    """Plays all rules in every cell that has no rows yet, and adds them."""
+    asked = [(c, model, seed) for seed in range(options.seeds) for model in options.models for c in options.clusters]
+    for cluster, model, seed in missing(ROWS, asked, "cluster", "model", "seed"):
         wrong = wrong_of(cluster, seed)
         question = question_of(model, wrong)
         draft = search(question, calls=400).ranked[0].draft
@@ -250,46 +243,38 @@ def measure(options: argparse.Namespace) -> None:
             lab.close()
         medians = [float(np.median(ended.step_s)) for ended in lab.known.values() if ended.status == "done"]
         least_s = min(medians)
-        with ROWS.open("a") as file:
-            for rule, (best, said) in found.items():
-                row = {
-                    "cluster": cluster, "model": model, "seed": seed, "rule": rule, "least_s": round(least_s, 4),
-                    "measured": len(lab.known), "over": [round(value / least_s, 4) for value in best], "runs": said,
-                }  # fmt: skip
-                file.write(json.dumps(row) + "\n")
-        print(cluster, model, seed, {rule: round(best[-1] / least_s, 3) for rule, (best, _) in found.items()}, flush=True)
+        for rule, (best, said) in found.items():
+            row = {"cluster": cluster, "model": model, "seed": seed, "rule": rule, "least_s": round(least_s, 4)}
+            over = [round(value / least_s, 4) for value in best]
+            add_row(ROWS, {**row, "measured": len(lab.known), "over": over, "runs": said})
 
 
 def table() -> str:
-    """Geometric means by cluster and rule after 1, 2, 3 and 5 runs."""
+    """Makes the table of geometric means by cluster and rule after 1, 2, 3 and 5 runs."""
     over: dict[tuple[str, str], list[list[float]]] = defaultdict(list)
-    for row in map(json.loads, ROWS.read_text().splitlines()):
+    for row in read_rows(ROWS):
         for cluster in (row["cluster"], "all"):
             over[cluster, row["rule"]].append(row["over"])
-    lines = ["| cluster | rule | sessions | 1 | 2 | 3 | 5 |", "|---|---|---|---|---|---|---|"]
-    for cluster in (*CLUSTERS, "all"):
-        for rule in dict.fromkeys(rule for _, rule in over):
-            if rows := over.get((cluster, rule)):
-                means = np.exp(np.log(np.minimum(np.array(rows), 3.0)).mean(axis=0))
-                figures = " | ".join(f"{means[number - 1]:.3f}" for number in (1, 2, 3, 5))
-                lines.append(f"| {cluster} | {rule} | {len(rows)} | {figures} |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=CLUSTERS)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        return worker(options.worker)
-    if not options.table:
-        measure(options)
-    print(table())
+    lines = []
+    for cluster, rule in product((*CLUSTERS, "all"), dict.fromkeys(rule for _, rule in over)):
+        if rows := over.get((cluster, rule)):
+            means = np.exp(np.log(np.minimum(np.array(rows), 3.0)).mean(axis=0))
+            lines.append([cluster, rule, len(rows), *(f"{means[number - 1]:.3f}" for number in (1, 2, 3, 5))])
+    return markdown(["cluster", "rule", "sessions", "1", "2", "3", "5"], lines)
 
 
 if __name__ == "__main__":
-    main()
+    options = arguments(
+        __doc__,
+        clusters=(CLUSTERS, "how hosts differ", CLUSTERS),
+        models=(MODELS, "names", MODELS),
+        seeds=(3, "of every cell"),
+        table="only the table",
+        worker=("", "used inside"),
+    )
+    if options.worker:
+        worker(options.worker)
+    else:
+        if not options.table:
+            measure(options)
+        print(table())

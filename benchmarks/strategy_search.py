@@ -32,7 +32,6 @@ from rlplace.errors import InfeasibleError
 from rlplace.strategy.drafts import Draft, Mesh, plain_draft
 from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search import tries
-from rlplace.strategy.search.cuts import Balance
 from rlplace.strategy.search.fit import changed, fitted, other_choices
 from rlplace.strategy.search.moves import Moves
 from rlplace.strategy.search.search import search
@@ -92,21 +91,22 @@ class Walk:
 
     def __init__(self, question: SearchProblem, rng: Generator, seconds: float) -> None:
         self.tries, self.rng = Tries(question, time_limit_s=seconds), rng
-        self.balance = Balance(question.costs, question.cluster)
-        self.moves, self.options = Moves(question, self.balance), list(Options(question, self.balance).every())
+        self.moves, self.options = Moves(question), list(Options(question).every())
         self.end_s = time.process_time() + seconds
 
     def start(self) -> Tried:
         """A random uniform strategy that fits."""
         while time.process_time() < self.end_s:
-            found = fitted(self.tries, self.options[int(self.rng.integers(len(self.options)))].draft(self.balance))
+            found = fitted(
+                self.tries, self.options[int(self.rng.integers(len(self.options)))].draft(self.tries.problem.balance)
+            )
             if found is not None:
                 return found
         raise OutOfBudgetError
 
     def neighbours(self, at: Tried, count: int) -> Iterator[Tried]:
         """Some random neighbours that fit."""
-        near = [(draft, False) for draft in self.moves.neighbours(at.draft, self.tries.question.scores.evaluate(at.draft))]
+        near = [(draft, False) for draft in self.moves.neighbours(at.draft, self.tries.problem.scores.evaluate(at.draft))]
         near += [(changed(at.draft, chosen), True) for chosen in other_choices(self.tries, at.draft, (1, 2))]
         for index in self.rng.permutation(len(near))[:count]:
             if time.process_time() > self.end_s:

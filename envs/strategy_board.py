@@ -24,7 +24,6 @@ from rlplace.plan.strategy import Strategy
 from rlplace.strategy.drafts import Draft, draft_of_strategy
 from rlplace.strategy.executor.evaluate import PARTS
 from rlplace.strategy.search import moves
-from rlplace.strategy.search.cuts import Balance
 from rlplace.strategy.search.fit import changed, fitted, other_choices
 from rlplace.strategy.search.search import SearchResult, search
 from rlplace.strategy.search.tries import SearchProblem, Tried, Tries
@@ -64,8 +63,8 @@ class Board:
     """
 
     def __init__(self, question: SearchProblem, calls: int) -> None:
-        self.question, self._calls, self._balance = question, calls, Balance(question.costs, question.cluster)
-        self._moves, self._tries = moves.Moves(question, self._balance), Tries(question)
+        self.question, self._calls = question, calls
+        self._moves, self._tries = moves.Moves(question), Tries(question)
         scores = question.scores
         self._said = lru_cache(KEPT_MOVES)(lambda draft: (scores.evaluate(draft), scores.parts_of_places(draft)))
         self._parts = lru_cache(KEPT_MOVES)(self._by_kind)
@@ -78,7 +77,7 @@ class Board:
 
     @cached_property
     def _uniform(self) -> list[Option]:
-        return list(Options(self.question, self._balance).every())
+        return list(Options(self.question).every())
 
     @cached_property
     def floor(self) -> Tried:
@@ -92,7 +91,9 @@ class Board:
         """Where an episode starts, by one of `STARTS`; the floor where no uniform strategy fits."""
         if start == "random":
             drawn = (self._uniform[number] for number in rng.permutation(len(self._uniform)))
-            return next(filter(None, (self.fits(KINDS[0], option.draft(self._balance)) for option in drawn)), self.floor)
+            return next(
+                filter(None, (self.fits(KINDS[0], option.draft(self.question.balance)) for option in drawn)), self.floor
+            )
         return (self._answer.uniform if start == "uniform" else None) or self.floor
 
     def given(self, strategy: Strategy) -> Tried:

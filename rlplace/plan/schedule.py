@@ -14,6 +14,9 @@ from rlplace.errors import unknown_name
 ONE, LOOP, V = "one", "loop", "v"
 """Layouts of a chain of stages on devices: one stage on each, a loop (0 1 2 0 1 2; also of one lap), a v (0 1 2 2 1 0)."""
 
+ALL, DEPTH, PLACES = "all", "depth", "places"
+"""Micro-batches that a stage holds at once: all; as many as there are stages from it on; one more than devices."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -25,12 +28,20 @@ class Schedule:
         splits_backward: Runs the gradients of weights apart from the gradient of a stage's input, so needs stages that are not
             recomputed: each half would run the forward again.
         layout: `ONE`, `LOOP` or `V`: the layout of a chain on its devices that torch expects.
+        holds: `ALL`, `DEPTH` or `PLACES`: micro-batches that a stage holds at once.
     """
 
     name: str
     torch_class: str
     splits_backward: bool = False
     layout: str = ONE
+    holds: str = PLACES
+
+    def in_flight(self, stages: int, places: int, count: int) -> list[int]:
+        """Returns about how many of `count` micro-batches each stage of a chain on so many devices holds at once."""
+        if self.holds == DEPTH:
+            return [min(count, stages - stage) for stage in range(stages)]
+        return [count if self.holds == ALL else min(count, places + 1)] * stages
 
 
 GPIPE, ONE_F_ONE_B = "gpipe", "1f1b"
@@ -39,9 +50,9 @@ LOOPED_BFS, ZERO_BUBBLE = "looped_bfs", "interleaved_zero_bubble"
 """GPipe's with several stages a device, and the split backward for any number of stages."""
 
 _ALL = (
-    Schedule(GPIPE, "ScheduleGPipe"),
-    Schedule(ONE_F_ONE_B, "Schedule1F1B"),
-    Schedule(LOOPED_BFS, "ScheduleLoopedBFS", layout=LOOP),
+    Schedule(GPIPE, "ScheduleGPipe", holds=ALL),
+    Schedule(ONE_F_ONE_B, "Schedule1F1B", holds=DEPTH),
+    Schedule(LOOPED_BFS, "ScheduleLoopedBFS", layout=LOOP, holds=ALL),
     Schedule("interleaved_1f1b", "ScheduleInterleaved1F1B", layout=LOOP),
     Schedule(ZERO_BUBBLE, "ScheduleInterleavedZeroBubble", splits_backward=True, layout=LOOP),
     Schedule("zbv", "ScheduleZBVZeroBubble", splits_backward=True, layout=V),

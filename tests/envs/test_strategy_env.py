@@ -22,7 +22,6 @@ from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
 from rlplace.strategy.drafts import draft_of_strategy
 from rlplace.strategy.executor.evaluate import DraftEvaluator
-from rlplace.strategy.search.cuts import Balance
 from rlplace.strategy.search.moves import Moves
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.space import Space
@@ -134,7 +133,7 @@ def test_offered_moves_are_the_neighbours_of_the_local_search():
     env = StrategyEnv(UNLIKE, start="random", moves=EVERY)
     env.reset(seed=3)
     draft = env.now.draft
-    every = set(Moves(UNLIKE, Balance(UNLIKE.costs, UNLIKE.cluster)).neighbours(draft, UNLIKE.scores.evaluate(draft))) - {draft}
+    every = set(Moves(UNLIKE).neighbours(draft, UNLIKE.scores.evaluate(draft))) - {draft}
     offered = env.boards[0].moves(draft, EVERY, np.random.default_rng(0))
     assert {other for kind, other, _ in offered if kind != MEMORY} == every and len(every) > 50
     few = env.boards[0].moves(draft, 12, np.random.default_rng(1))

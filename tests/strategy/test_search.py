@@ -16,10 +16,9 @@ from rlplace.errors import InfeasibleError, InputError
 from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.drafts import Draft, Mesh, kind_of
 from rlplace.strategy.executor.evaluate import DraftEvaluator
-from rlplace.strategy.search.cuts import Balance, balanced_bounds
-from rlplace.strategy.search.fit import fitted
+from rlplace.strategy.search.cuts import balanced_bounds
+from rlplace.strategy.search.fit import fitted, steps
 from rlplace.strategy.search.moves import Moves
-from rlplace.strategy.search.savings import steps
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import OutOfBudgetError, SearchProblem, Tries
@@ -64,16 +63,16 @@ def test_balanced_stages_are_the_best_of_all_cuts(data: st.DataObject) -> None:
 
 
 def all_drafts(asked: SearchProblem) -> list[Draft]:
-    balance = Balance(asked.costs, asked.cluster)
-    return [option.draft(balance) for option in Options(asked, balance).every()]
+    balance = asked.balance
+    return [option.draft(balance) for option in Options(asked).every()]
 
 
 @pytest.mark.parametrize("text", ["a100-80g:4", "a100-80g:2+t4:2", "h100:2x4,ib=400g"])
 def test_bounds_of_uniform_strategies_hold(text: str) -> None:
     asked = question(1, text)
-    balance = Balance(asked.costs, asked.cluster)
+    balance = asked.balance
     checked = 0
-    for option in list(Options(asked, balance).every())[::4]:
+    for option in list(Options(asked).every())[::4]:
         draft = option.draft(balance)
         assert draft.batch == asked.batch and kind_of(draft) == option.shape.kind
         tried = Tries(asked).score(draft)
@@ -108,7 +107,7 @@ def test_an_engine_is_asked_once_for_what_it_cannot_tell_apart() -> None:
     """Which blocks of a stage recompute makes no difference to it; whether some do, does."""
     seen: list[Draft] = []
     tries = Tries(dataclasses.replace(question(1), why_not=lambda draft: seen.append(draft)))
-    bare = next(draft for draft in all_drafts(tries.question) if draft.stages == 1)
+    bare = next(draft for draft in all_drafts(tries.problem) if draft.stages == 1)
     seen.clear()
     for recompute in ((0, 0, 0, 0, 0), (2, 0, 0, 0, 0), (0, 2, 0, 0, 0), (2, 2, 2, 2, 2)):
         tries.refused(dataclasses.replace(bare, recompute=bytes(recompute)))
@@ -177,7 +176,7 @@ def test_neighbours_are_strategies_of_the_same_batch() -> None:
     asked = dataclasses.replace(
         question(0, "a100-80g:2+t4:2", batch=16), why_not=lambda draft: "one only" if draft.beside else None
     )
-    moves = Moves(asked, Balance(asked.costs, asked.cluster))
+    moves = Moves(asked)
     start = next(tried.draft for tried in search(asked, calls=40).ranked if tried.draft.stages > 1)
     near = list(moves.neighbours(start, asked.scores.evaluate(start)))
     assert len(set(near)) > 20

@@ -18,10 +18,9 @@ from rlplace.plan.prediction import Prediction, quickest_of, rivals_of
 from rlplace.strategy.drafts import Draft, Mesh, joined, plain_draft
 from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search import branches
-from rlplace.strategy.search.op_level import OpLevel
+from rlplace.strategy.search.op_level import NEAR, OpLevel, simpler
 from rlplace.strategy.search.plan import plan_strategy
 from rlplace.strategy.search.search import search
-from rlplace.strategy.search.simpler import NEAR, simpler
 from rlplace.strategy.search.tries import SearchProblem, Tried
 from tests.strategy.random_costs import random_costs
 from tests.strategy.random_ops import RandomOps

@@ -16,7 +16,7 @@ from rlplace.placement.ask import Placed, Priced, place_priced
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import rivals_of
 from rlplace.strategy.drafts import KINDS
-from rlplace.strategy.search.simpler import NEAR as NO_GAIN
+from rlplace.strategy.search.op_level import NEAR as NO_GAIN
 
 FLOPS_PER_S, BYTES_PER_S = 1e14, 1e12
 """Rates of a device, to weigh ops against each other."""
@@ -53,11 +53,10 @@ def quicker_placement(
         **pricing: Arguments of `rlplace.price`.
     """
     assert plan.strategy is not None
-    step_s = plan.predicted.step_s
+    step_s, batch = plan.predicted.step_s, plan.strategy.batch
     alone_s = next((rival.step_time_s for rival in rivals_of(plan.predicted) if rival.kind == KINDS[0]), None)
     if cluster.num_devices == 1 or alone_s is None or longest_share(graph) * alone_s >= step_s:
         return None
-    batch = plan.strategy.batch
     if graph.samples != batch:
         if capture_at is None:
             return None
@@ -78,13 +77,13 @@ def quicker_placement(
 
 
 def _step_s(placed: Placed) -> float:
-    """Of the plan op by op; inf where it does not fit."""
+    """Returns seconds of the plan op by op; inf where it does not fit."""
     finest = placed.plan.predicted.op_level or placed.plan.predicted
     return finest.step_s if finest.feasible else math.inf
 
 
 def longest_share(graph: OpGraph) -> float:
-    """Returns share of the longest path in the time of all ops without updates."""
+    """Returns the share of the longest path in the time of all ops without updates."""
     seconds = np.where(graph.op_phase == UPDATE, 0.0, graph.op_flops / FLOPS_PER_S + graph.op_bytes / BYTES_PER_S)
     maker, reader = graph.tensor_producer[graph.edge_tensor], graph.consumers
     inside = maker >= 0

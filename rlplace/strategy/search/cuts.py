@@ -1,4 +1,4 @@
-"""Stages that take alike: contiguous parts of the blocks, with the smallest largest time."""
+"""Balanced stages: contiguous parts of the blocks, with the smallest largest time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
-from rlplace.strategy.costs import BlockCosts, Cut, kind_numbers
+from rlplace.strategy.costs import BlockCosts, Cut, Floats, kind_numbers
 from rlplace.strategy.drafts import Draft, Mesh
 
 Kinds = frozenset[int]
@@ -35,19 +35,19 @@ class Stages:
         return sum(self.taken_s)
 
     def paced_s(self, count: int) -> float:
-        """Returns seconds that so many micro-batches take at least where every stage has a place of its own.
+        """Returns the least seconds of so many micro-batches where every stage has a place of its own.
 
-        A stage does all of them after the stages before it had the first one, and before these have the last one back.
+        A stage runs all of them after the stages before it had the first one, and before these have the last one back.
         """
         before = [0.0, *accumulate(self.taken_s)]
         return max(start_s + count * own_s for start_s, own_s in zip(before, self.taken_s, strict=False))
 
 
 class Balance:
-    """Balanced stages of a model on the places of a cluster; what was found is kept.
+    """Balanced stages of a model on the places of a cluster, cached.
 
     Args:
-        costs: What blocks cost.
+        costs: Costs of blocks.
         cluster: The devices.
     """
 
@@ -55,7 +55,7 @@ class Balance:
         self._costs = costs
         self._kind = kind_numbers(costs, cluster)
         self._kinds: dict[tuple[tuple[int, ...], int], tuple[Kinds, ...]] = {}
-        self._seconds: dict[tuple[Kinds, Cut], NDArray[np.float64]] = {}
+        self._seconds: dict[tuple[Kinds, Cut], Floats] = {}
         self._stages: dict[tuple[tuple[Kinds, ...], Cut | tuple[Cut, ...], tuple[int, ...]], Stages] = {}
 
     def can_cut(self, cut: Cut) -> bool:
@@ -63,7 +63,7 @@ class Balance:
         return self._costs.why_not(cut) is None
 
     def kinds(self, devices: tuple[int, ...], places: int) -> tuple[Kinds, ...]:
-        """Returns kinds of the devices of equal consecutive places."""
+        """Returns the kinds of the devices of equal consecutive places."""
         key = (devices, places)
         if key not in self._kinds:
             width = len(devices) // places
@@ -71,7 +71,7 @@ class Balance:
             self._kinds[key] = tuple(frozenset(self._kind[device] for device in members) for members in own)
         return self._kinds[key]
 
-    def pass_s(self, kinds: Kinds, cut: Cut) -> NDArray[np.float64]:
+    def pass_s(self, kinds: Kinds, cut: Cut) -> Floats:
         """Returns float64 [B], seconds of forward and backward of a micro-batch on the slowest of these kinds."""
         key = (kinds, cut)
         if key not in self._seconds:
@@ -79,17 +79,19 @@ class Balance:
             self._seconds[key] = np.max([one.forward_s + one.backward_s for one in passes], axis=0)
         return self._seconds[key]
 
-    def stages_on(self, places: Sequence[Mesh], order: tuple[int, ...], samples: int) -> Stages:
-        """`stages` on places of any axes."""
-        kinds = tuple(self.kinds(place.devices, 1)[0] for place in places)
-        return self.stages(kinds, tuple(place.cut(samples) for place in places), order)
+    def stages_on(self, places: Sequence[Mesh], order: tuple[int, ...], samples: int) -> Stages | None:
+        """Returns `stages` on places of any axes; None where a place cannot cut a pass."""
+        cuts = tuple(place.cut(samples) for place in places)
+        if not all(map(self.can_cut, cuts)):
+            return None
+        return self.stages(tuple(self.kinds(place.devices, 1)[0] for place in places), cuts, order)
 
     def stages(self, kinds: tuple[Kinds, ...], cuts: Cut | tuple[Cut, ...], order: tuple[int, ...]) -> Stages:
-        """Balanced stages.
+        """Returns balanced stages.
 
         Args:
-            kinds: Of the devices of every place.
-            cuts: How a pass is cut on all places, or on each.
+            kinds: Kinds of the devices of every place.
+            cuts: Cut of a pass on all places, or on each.
             order: Place of every stage.
         """
         if isinstance(cuts, Cut) and kinds.count(kinds[0]) == len(kinds):  # like places: their order says nothing
@@ -103,12 +105,9 @@ class Balance:
             self._stages[key] = Stages(bounds, tuple(taken))
         return self._stages[key]
 
-    def replicas_s(self, draft: Draft) -> NDArray[np.float64]:
-        """Returns float64 [D], seconds of a micro-batch through all stages of every replica, on the slowest device of its
-        meshes.
-        """
-        degree = draft.data_degree
-        sizes = draft.microbatch * (degree // len(draft.microbatch))
+    def replicas_s(self, draft: Draft) -> Floats:
+        """Returns float64 [D], seconds of a micro-batch through all stages of every replica, on the slowest devices."""
+        degree, (sizes, _) = draft.data_degree, draft.shares
         known: dict[tuple[Kinds, Cut, int], float] = {}
         total_s = np.zeros(degree)
         for number, place in enumerate(draft.places):
@@ -118,19 +117,19 @@ class Balance:
                 key = kinds, place.cut(sum(sizes[own * share : (own + 1) * share])), number
                 if key not in known:
                     seconds, known[key] = self.pass_s(*key[:2]), 0.0
-                    for stage, at in enumerate(draft.place_of_stage):
+                    for at, blocks in zip(draft.place_of_stage, draft.ranges, strict=True):
                         if at == number:
-                            known[key] += float(seconds[draft.bounds[stage] : draft.bounds[stage + 1]].sum())
+                            known[key] += float(seconds[blocks.start : blocks.stop].sum())
                 total_s[own * share : (own + 1) * share] += known[key]
         return total_s
 
 
-def balanced_bounds(seconds: NDArray[np.float64], part_row: Sequence[int]) -> tuple[int, ...]:
-    """Cuts the blocks into consecutive parts so that the slowest part is as quick as possible, by dynamic programming.
+def balanced_bounds(seconds: Floats, part_row: Sequence[int]) -> tuple[int, ...]:
+    """Cuts the blocks into consecutive parts whose slowest is as quick as possible, by dynamic programming.
 
     Args:
         seconds: float64 [K, B], seconds of a block on every kind of place.
-        part_row: For each part, which row of `seconds` is its own; at most B parts.
+        part_row: For each part, the index of its row of `seconds`; at most B parts.
 
     Returns:
         One number more than parts: the first block of every part, and B. No part is empty.
@@ -150,7 +149,7 @@ def balanced_bounds(seconds: NDArray[np.float64], part_row: Sequence[int]) -> tu
 
 
 def walked_back(starts: Sequence[NDArray[np.int64]], blocks: int) -> tuple[int, ...]:
-    """Returns the first block of every part, and B, from where each part begins at best, int64 [B + 1] by where it ends."""
+    """Returns the first block of every part, and B, from the best first block of each part by its end, int64 [B + 1]."""
     bounds = [blocks]
     for start in reversed(starts):
         bounds.append(int(start[bounds[-1]]))

@@ -1,26 +1,21 @@
-"""Statistical efficiency: how many epochs a training run needs at a global batch.
+"""Statistical efficiency: epochs that a training run needs at a global batch, and the batch by time to the target.
 
 Two plans that process equally many samples a second are not equally good when one of them needs a larger global batch: beyond
-some batch a model needs more epochs to the same quality. A `BatchCurve` says how many; time to quality is proportional to
-``curve.epochs(global_batch) / samples_per_s``.
+some batch a model needs more epochs to the same quality. A `BatchCurve` gives their number; time to quality is proportional to
+epochs(batch) x step time / batch, each batch with its own best strategy.
 
 Reference: Pal et al., "Optimizing multi-GPU parallelization strategies for deep learning training", IEEE Micro 39(5), 2019
-(arXiv 1907.13257), where the epochs are measured per model by emulating large batches. What is ours: the two laws that a curve
-may follow. They are one law in two forms, the inverse law between batch and updates, updates(B) = a + b / B (Shallue et al.,
-"Measuring the effects of data parallelism on neural network training", JMLR 20, 2019), and the critical batch,
-E(B) = E_min (1 + B / B_crit), with E_min = b / samples per epoch and B_crit = b / a.
-
-The batch by time to the target: a larger one uses more devices well, and beyond some size it needs more epochs.
-
-What compares is epochs(batch) x step time / batch (Pal et al., "Optimizing multi-GPU parallelization strategies for deep
-learning training", IEEE Micro 2019), each batch with its own best strategy.
+(arXiv 1907.13257), where the epochs are measured per model by emulating large batches. Ours are the two laws that a curve may
+follow, one law in two forms: the inverse law between batch and updates, updates(B) = a + b / B (Shallue et al., "Measuring the
+effects of data parallelism on neural network training", JMLR 20, 2019), and the critical batch, E(B) = E_min (1 + B / B_crit),
+with E_min = b / samples per epoch and B_crit = b / a.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -47,7 +42,7 @@ class BatchCurve:
 
     Between points, epochs and batch follow a straight line on logarithmic axes (a power law). Below the first point epochs are
     the first point's; above the last one the line of the last two points goes on, or stays level if it falls: epochs never
-    shrink outside of what was measured. A single point is a constant.
+    shrink outside of the measured range. A single point is a constant.
 
     Attributes:
         points: (global batch in samples, epochs) by rising batch, or empty when the curve is a law.
@@ -184,59 +179,55 @@ def _positive(value: Any, what: str) -> float:
 
 
 def batches(smallest: int, devices: int) -> list[int]:
-    """Returns the batches that are tried: the smallest, and it times 2, 4, 8, ... up to the number of devices, and that."""
+    """Returns the batches to try: the smallest, and it times 2, 4, 8, ... up to the number of devices, and that."""
     return sorted({smallest * factor for factor in (*(1 << power for power in range(devices.bit_length())), devices)})
 
 
 def search_batches(
-    question: SearchProblem,
+    problem: SearchProblem,
     curve: BatchCurve,
     *,
     calls: int | None = None,
     time_limit_s: float | None = None,
     progress: Progress | None = None,
 ) -> tuple[SearchProblem, SearchResult, tuple[Mapping[str, Any], ...]]:
-    """Returns the batch with the shortest time to the target, its strategies, and what every batch takes.
+    """Searches at several batches.
 
     Args:
-        question: Its batch is the smallest that is tried.
+        problem: Its batch is the smallest.
         curve: Epochs by batch.
         calls: Evaluations at most, for all batches together.
         time_limit_s: Seconds at most, likewise.
-        progress: Told how far the search at each batch is.
+        progress: Called as the search at each batch proceeds.
+
+    Returns:
+        The problem with the shortest time to the target, its strategies, and an entry for every batch, whose ``target_s`` is
+        proportional to the time to the target.
 
     Raises:
         InputError: Nothing is left to choose from, at any batch.
         InfeasibleError: Nothing fits.
     """
-    sizes = batches(question.batch, question.cluster.num_devices)
-    found: list[_Found] = []
+    sizes = batches(problem.batch, problem.cluster.num_devices)
+    share = None if calls is None else max(1, calls // len(sizes))
+    limit_s = None if time_limit_s is None else time_limit_s / len(sizes)
+    found: list[tuple[float, SearchProblem, SearchResult | RlplaceError]] = []
+    entries = []
     for size in sizes:
-        asked = dataclasses.replace(question, batch=size)
-        share = None if calls is None else max(1, calls // len(sizes))
+        asked = dataclasses.replace(problem, batch=size)
+        entry: dict[str, Any] = {"batch": size, "epochs": curve.epochs(size), "target_s": None}
         try:
-            limit_s = None if time_limit_s is None else time_limit_s / len(sizes)
-            answer = search(asked, calls=share, time_limit_s=limit_s, progress=progress)
+            result = search(asked, calls=share, time_limit_s=limit_s, progress=progress)
         except RlplaceError as error:
             found.append((math.inf, asked, error))
+            entries.append({**entry, "step_time_s": None, "words": "", "reason": str(error)})
         else:
-            found.append((curve.epochs(size) * answer.ranked[0].step_s / size, asked, answer))
-    _, asked, best = min(found, key=lambda item: item[0])
-    if isinstance(best, RlplaceError):
-        raise best
-    return asked, best, tuple(_entries(found, curve))
-
-
-_Found = tuple[float, SearchProblem, SearchResult | RlplaceError]
-
-
-def _entries(found: list[_Found], curve: BatchCurve) -> Iterator[Mapping[str, Any]]:
-    """Of every batch, what its best strategy takes; ``target_s`` is proportional to the time to the target."""
-    for target_s, asked, answer in found:
-        said: dict[str, Any] = {"batch": asked.batch, "epochs": curve.epochs(asked.batch), "target_s": None}
-        if isinstance(answer, SearchResult):
-            best = answer.ranked[0]
+            best = result.ranked[0]
+            target_s = curve.epochs(size) * best.step_s / size
+            found.append((target_s, asked, result))
             words = uniform_words(best.draft.strategy(asked.costs.names))
-            yield {**said, "target_s": target_s, "step_time_s": best.step_s, "words": words, "reason": None}
-        else:
-            yield {**said, "step_time_s": None, "words": "", "reason": str(answer)}
+            entries.append({**entry, "target_s": target_s, "step_time_s": best.step_s, "words": words, "reason": None})
+    _, asked, chosen = min(found, key=lambda item: item[0])
+    if isinstance(chosen, RlplaceError):
+        raise chosen
+    return asked, chosen, tuple(entries)

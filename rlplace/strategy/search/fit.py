@@ -1,9 +1,10 @@
-"""Making a draft fit: the least recomputation and offload that memory asks for.
+"""Drafts that fit: the least recomputation and offload that memory asks for.
 
-Every place takes as many of its steps (`rlplace.strategy.search.savings`) as it needs and no more. Memory falls with the steps:
-an
-estimate of what they save says which number to try next, then bisection, of all places at once. `repaired` then betters what a
-few blocks choose.
+A *choice* for a block is a pair (recompute, offload). Of a block's choices only those on the lower convex hull of seconds over
+bytes are worth taking; walked from the quickest on, each is a *step*, and the steps of all blocks of a place in the order of
+their seconds per byte saved are the greedy answer to its knapsack. Every place takes as many steps as it needs and no more.
+Memory falls with the steps: an estimate of what they save chooses the next number to try, then bisection, of all places at
+once. `tuned` then improves the choices of a few blocks.
 """
 
 from __future__ import annotations
@@ -13,26 +14,41 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.strategy.costs import RECOMPUTE
-from rlplace.strategy.drafts import OFFLOAD, Draft
-from rlplace.strategy.search.savings import Choice, estimates, in_flight_of, steps
-from rlplace.strategy.search.tries import Tried, Tries
+from rlplace.plan.schedule import SCHEDULES
+from rlplace.strategy.costs import FORWARD_PASS, FULL, RECOMPUTE, Floats, PassCosts, kind_numbers
+from rlplace.strategy.drafts import OFFLOAD, Draft, Mesh
+from rlplace.strategy.executor.meshes import copy_degree, copy_groups, expert_share_degree, share_degree, share_groups
+from rlplace.strategy.executor.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, ONCE, WHOLE, keeping
+from rlplace.strategy.search.tries import SearchProblem, Tried, Tries
+
+Choice = tuple[int, int]
+"""Indices of `rlplace.strategy.costs.RECOMPUTE` and `rlplace.strategy.drafts.OFFLOAD`."""
 
 GUESSES = 4
 """Numbers of steps that are tried by the estimate before bisection goes on."""
 
 EXCHANGES = 100
-"""Pairs, and triples, of blocks that exchange what they give up, of those that an estimate finds worth trying."""
+"""Pairs, and triples, of blocks that exchange choices, of those that an estimate finds worth trying."""
 
 REPAIRS, NEAR = 4, 1.1
-"""Single changes that every draft is bettered by which takes at most so many times as long as the best."""
+"""Single changes that improve a draft which takes at most so many times as long as the best."""
 
 MOST_CHANGES = 48
-"""Of blocks of a place that are combined to exchanges: the half that is quickest, and the half that saves most."""
+"""Changes of blocks of a place that are combined to exchanges: the half that is quickest, and the half that saves most."""
+
+
+class Step(NamedTuple):
+    """A block saves memory; sorted by `price`, the seconds for each of the bytes saved."""
+
+    price: float
+    block: int
+    choice: Choice
+    saved_bytes: float
 
 
 def fitted(
@@ -42,10 +58,10 @@ def fitted(
 
     Args:
         tries: Evaluates.
-        draft: Where it starts.
-        below_s: Of interest is only what is quicker: the search ends where the draft is not, though it does not fit yet.
-        thorough: Whether what fits is `repaired` where it is nearly as quick as the best.
-        onward: Whether steps go on from what the draft recomputes and offloads already, which is not looked at otherwise.
+        draft: The start.
+        below_s: The search ends where the draft is not quicker, though it does not fit yet.
+        thorough: Whether what fits is improved where it is nearly as quick as the best.
+        onward: Whether steps go on from what the draft recomputes and offloads; else that is ignored.
     """
     choices = _choices(tries)
     if not choices:
@@ -56,21 +72,25 @@ def fitted(
         return _repaired(tries, tried) if thorough else tried
     if not tried.over_bytes or tried.step_s >= below_s:
         return None
-    ladders = Ladders(tries, draft, choices)
-    low, high = [0] * len(ladders.saved), [len(saved) for saved in ladders.saved]  # enough at least; known to be enough
+    runnable = _runnable(tries, draft, choices)
+    every = [steps(tries.problem, draft, place, runnable) for place in range(len(draft.places))]
+    saved_by = [np.cumsum([0.0, *(step.saved_bytes for step in own)]) for own in every]  # by the first 0, 1, ... steps
+    low, high = [0] * len(every), [len(saved) for saved in saved_by]  # enough at least; known to be enough
     at = low[:]
     for guess in itertools.count():
-        missing = _missing(tries, tried.draft)
+        left = _left(tries, tried.draft)
+        missing = [max(-left[device] for device in place.devices) for place in draft.places]
         if tried.step_s >= below_s and all(short > 0.0 or not n for short, n in zip(missing, at, strict=True)):
             return None
-        for place, short in enumerate(missing):
-            n, saved = at[place], ladders.saved[place]
+        for place, (short, saved) in enumerate(zip(missing, saved_by, strict=True)):
+            n = at[place]
             low[place], high[place] = (n + 1, high[place]) if short > 0.0 else (low[place], n)
             if low[place] == len(saved):
                 return None
             middle = int(np.searchsorted(saved, saved[n] + short)) if guess < GUESSES else (low[place] + high[place]) // 2
             at[place] = min(max(middle, low[place]), max(high[place] - 1, low[place]))
-        tried = tries.score(ladders.at(at))
+        taken = (step for some, n in zip(every, at, strict=True) for step in some[:n])
+        tried = tries.score(changed(draft, {step.block: step.choice for step in taken}))
         if low == high:
             break
     if not tried.fits:
@@ -78,27 +98,8 @@ def fitted(
     return _repaired(tries, tried) if thorough else tried
 
 
-class Ladders:
-    """The steps of every place of a draft.
-
-    Attributes:
-        saved: By place, bytes that its first 0, 1, ... steps save, by the estimate.
-    """
-
-    def __init__(self, tries: Tries, draft: Draft, choices: list[Choice]) -> None:
-        runnable = _runnable(tries, draft, choices)
-        self._first = draft
-        self._steps = [steps(tries.question, draft, place, runnable) for place in range(len(draft.places))]
-        self.saved = [np.cumsum([0.0, *(step.saved_bytes for step in own)]) for own in self._steps]
-
-    def at(self, taken: Sequence[int]) -> Draft:
-        """Returns the draft after so many steps of every place."""
-        own = (step for some, n in zip(self._steps, taken, strict=True) for step in some[:n])
-        return changed(self._first, {step.block: step.choice for step in own})
-
-
 def _repaired(tries: Tries, tried: Tried) -> Tried:
-    """What fits, bettered block by block if it is nearly as quick as the best: the last step may save more than is missing."""
+    """Improves what fits block by block if it is nearly as quick as the best: the last step may save more than is missing."""
     while tries.best is not None and tried.step_s < NEAR * tries.best.step_s:
         better = tuned(tries, tried, (1,), most=REPAIRS)
         if better is tried:
@@ -108,9 +109,7 @@ def _repaired(tries: Tries, tried: Tried) -> Tried:
 
 
 def tuned(tries: Tries, tried: Tried, together: Sequence[int], *, ends: int = 2, most: int | None = None) -> Tried:
-    """Returns the draft after one walk over `other_choices`, the first `most` of them, each on top of those that were
-    better.
-    """
+    """Returns the draft after one walk over `other_choices`, the first `most`, each on top of the improvements before it."""
     for chosen in itertools.islice(other_choices(tries, tried.draft, together, ends), most):
         other = tries.score(changed(tried.draft, chosen))
         if other.fits and other.step_s < tried.step_s:
@@ -119,20 +118,20 @@ def tuned(tries: Tries, tried: Tried, together: Sequence[int], *, ends: int = 2,
 
 
 def other_choices(tries: Tries, draft: Draft, together: Sequence[int], ends: int = 2) -> Iterator[dict[int, Choice]]:
-    """Other choices for so many blocks of a place together; the best promise first, and the place that all others wait for.
+    """Yields other choices for so many blocks of a place together, the most promising and the bottleneck's place first.
 
-    Of blocks that are alike and choose alike the first and, for two `ends`, the last stand for all: memory may peak at either.
+    Of blocks that are alike and choose alike the first and, for two `ends`, the last are tried: memory may peak at either.
     """
     choices = _runnable(tries, draft, _choices(tries))
-    classes, passes = tries.question.costs.classes, in_flight_of(draft)
+    classes, passes = tries.problem.costs.classes, in_flight_of(draft)
     now = list(zip(draft.recompute, draft.offload, strict=True))
     stage_of = draft.stage_of_block
-    left, worst = _left(tries, draft), draft.place_of_stage[tries.question.scores.evaluate(draft).bottleneck]
+    left, worst = _left(tries, draft), draft.place_of_stage[tries.problem.scores.evaluate(draft).bottleneck]
     for place in sorted(range(len(draft.places)), key=lambda place: place != worst):
         own = draft.blocks_of(place)
-        if not any(now[block] != choices[0] for block in own):
+        if all(now[block] == choices[0] for block in own):
             continue
-        seconds, held = estimates(tries.question, draft, place, choices)
+        seconds, held = estimates(tries.problem, draft, place, choices)
         groups: dict[object, list[int]] = {}
         for block in own:
             groups.setdefault((int(classes[block]), stage_of[block], now[block]), []).append(block)
@@ -153,9 +152,9 @@ def other_choices(tries: Tries, draft: Draft, together: Sequence[int], ends: int
 
 
 def _exchanges(changes: list[tuple[float, float, int]], count: int, room: float) -> Iterator[list[int]]:
-    """So many changes of unlike blocks: single ones, or of those of which some save seconds and some bytes the quickest.
+    """Yields sets of changes of unlike blocks: single ones, or some that save seconds and bytes, the quickest first.
 
-    Those that there is not enough room for, by the estimate, come last.
+    Sets without enough room, by the estimate, come last.
     """
     if count == 1:
         yield from ([index] for index in sorted(range(len(changes)), key=lambda index: changes[index][1] > room))
@@ -180,23 +179,18 @@ def _combinations(total: int, count: int) -> NDArray[np.int64]:
 
 
 def _choices(tries: Tries) -> list[Choice]:
-    """What the space allows a block to choose."""
-    space = tries.question.space
-    recompute = [number for number, word in enumerate(RECOMPUTE) if space.allows("recompute", word)]
-    offload = [number for number, word in enumerate(OFFLOAD) if space.allows("offload", word)]
-    return list(itertools.product(recompute, offload))
+    """Returns the choices that the space allows."""
+    words = {"recompute": RECOMPUTE, "offload": OFFLOAD}
+    allowed = ([n for n, word in enumerate(all_) if tries.problem.space.allows(key, word)] for key, all_ in words.items())
+    return [(recompute, offload) for recompute, offload in itertools.product(*allowed)]
 
 
 def _runnable(tries: Tries, draft: Draft, choices: list[Choice]) -> list[Choice]:
     """Returns choices without those that the engine refuses for all blocks of the draft."""
     first = choices[0]
     alone = [choice for choice in choices[1:] if choice[0] == first[0] or choice[1] == first[1]]
-    refused = [choice for choice in alone if tries.refused(_all(draft, choice))]
-    return [
-        choice
-        for choice in choices
-        if not any(bad in (choice, (choice[0], first[1]), (first[0], choice[1])) for bad in refused)
-    ]
+    refused = {choice for choice in alone if tries.refused(_all(draft, choice))}
+    return [one for one in choices if refused.isdisjoint((one, (one[0], first[1]), (first[0], one[1])))]
 
 
 def _all(draft: Draft, choice: Choice) -> Draft:
@@ -213,16 +207,112 @@ def changed(draft: Draft, chosen: dict[int, Choice]) -> Draft:
     return dataclasses.replace(draft, recompute=bytes(recompute), offload=bytes(offload))
 
 
-def _missing(tries: Tries, draft: Draft) -> list[float]:
-    """Returns bytes that are missing on the fullest device of every place; below 0 where there is room."""
-    left = _left(tries, draft)
-    return [max(-left[device] for device in place.devices) for place in draft.places]
-
-
 def _left(tries: Tries, draft: Draft) -> list[float]:
-    """Returns bytes of every device that a draft leaves unused; below 0 where it is over capacity."""
-    peaks = tries.question.scores.evaluate(draft).peak_memory_bytes
+    """Returns unused bytes of every device; below 0 where it is over capacity."""
+    peaks = tries.problem.scores.evaluate(draft).peak_memory_bytes
     return [
         math.inf if device.memory_bytes is None else device.memory_bytes - peak
-        for device, peak in zip(tries.question.cluster.devices, peaks, strict=True)
+        for device, peak in zip(tries.problem.cluster.devices, peaks, strict=True)
     ]
+
+
+def steps(problem: SearchProblem, draft: Draft, place: int, choices: Sequence[Choice]) -> list[Step]:
+    """Returns the steps of a place, the cheapest for what it saves first; blocks start at their choices in the draft."""
+    seconds, held = estimates(problem, draft, place, choices)
+    passes, stage_of = in_flight_of(draft), draft.stage_of_block
+    hulls: dict[tuple[bytes, int, Choice], list[tuple[float, int, float]]] = {}
+    found = []
+    for block in draft.blocks_of(place):
+        now = draft.recompute[block], draft.offload[block]
+        key = seconds[:, block].tobytes() + held[:, :, block].tobytes(), passes[stage_of[block]], now
+        if key not in hulls:
+            start = choices.index(now) if now in choices else 0
+            hulls[key] = _hull(seconds[:, block], held[0, :, block] + key[1] * held[1, :, block], start)
+        found += [Step(price, block, choices[choice], saved) for price, choice, saved in hulls[key]]
+    return sorted(found)
+
+
+def _hull(seconds: Floats, held: Floats, here: int) -> list[tuple[float, int, float]]:
+    """Returns seconds per byte, choice and bytes saved of every corner of the lower hull, after the choice `here`."""
+    corners: list[tuple[float, int, float]] = []
+    while True:
+        saved = held[here] - held
+        worth = np.flatnonzero(saved > 0.0)
+        if not len(worth):
+            return corners
+        price = np.maximum(seconds[worth] - seconds[here], 0.0) / saved[worth]
+        best = worth[np.lexsort((-saved[worth], price))[0]]
+        corners.append((float(price.min()), int(best), float(saved[best])))
+        here = best
+
+
+def in_flight(schedule: str | None, stages: int, places: int, count: int) -> list[int]:
+    """Returns about how many of so many micro-batches every stage holds at once."""
+    if stages == 1:
+        return [1]
+    return SCHEDULES[str(schedule)].in_flight(stages, places, count)
+
+
+def in_flight_of(draft: Draft) -> list[int]:
+    """Returns `in_flight` of a draft."""
+    return in_flight(draft.schedule, draft.stages, len(draft.places), max(draft.microbatches))
+
+
+def exchange_s(problem: SearchProblem, place: Mesh) -> Floats:
+    """Returns float64 [B], seconds to sum the gradients of a block, and to gather its weights where they are shared."""
+    traffic, whole = problem.scores.traffic, problem.costs.held(place.tensor, place.expert)
+    weights, gradients = np.maximum(whole.weight_bytes, 1.0), np.maximum(whole.gradient_bytes * whole.gradient_item, 1.0)
+    if place.sharding:
+        tables = traffic.collectives(("all_gather", "reduce_scatter"), share_groups(place))
+        moved = np.stack([weights, gradients])[None]
+    else:
+        tables, moved = traffic.collectives(("all_reduce",), copy_groups(place)), gradients[None, None]
+    return traffic.moved_s(tables, moved, np.ones(moved.shape))[0]
+
+
+def inside_s(problem: SearchProblem, place: Mesh, passes: PassCosts) -> Floats:
+    """Returns float64 [2, B], seconds of collectives inside blocks, in a forward and in a backward."""
+    traffic = problem.scores.traffic
+    return traffic.moved_s(traffic.tables_inside(place), passes.collective_bytes, passes.collective_calls)
+
+
+def estimates(problem: SearchProblem, draft: Draft, place: int, choices: Sequence[Choice]) -> tuple[Floats, Floats]:
+    """Estimates seconds a step, and bytes, of every choice for every block of the model on a place.
+
+    Returns:
+        float64 [C, B] seconds, and float64 [2, C, B] bytes held all step long, and for each micro-batch in flight.
+    """
+    here, costs, traffic = draft.places[place], problem.costs, problem.scores.traffic
+    kind_of = kind_numbers(costs, problem.cluster)
+    kinds = sorted({kind_of[device] for device in here.devices})
+    count = max(draft.microbatches)
+    cut = here.cut(max(draft.microbatch) * (draft.data_degree // here.data_degree))
+    passes = [costs.passes(kind, cut) for kind in kinds]
+    again, kept = (np.max([getattr(one, name) for one in passes], axis=0) for name in ("again_s", "kept_bytes"))
+    forward_s = inside_s(problem, here, passes[0])[FORWARD_PASS]
+    copies, held_costs = copy_degree(here), costs.held(here.tensor, here.expert)
+    whole = np.array([held_costs.weight_bytes, held_costs.gradient_bytes, held_costs.optimizer_bytes], dtype=np.float64)
+    expert = held_costs.expert_bytes.astype(np.float64)
+    weights, gradients, optimizer = (whole - expert) / share_degree(here) + expert / expert_share_degree(here)
+    host_rate = min(map(traffic.host_bytes_per_s, here.devices))
+    host_update_s = (2.0 * optimizer + gradients + weights) / min(map(traffic.host_memory_bytes_per_s, here.devices))
+    update_s = np.max([costs.update_s(kind, here.tensor, here.expert) for kind in kinds], axis=0) / share_degree(here)
+    runs = count * (2 if draft.stages > 1 and SCHEDULES[str(draft.schedule)].splits_backward else 1)
+    seconds, held = [], []
+    for recompute, offload in choices:
+        kept_as = keeping(here.sharding, offload, draft.stages, copies)
+        spent = (again[recompute] + (forward_s if recompute == FULL else 0.0)) * runs + (host_update_s if offload else update_s)
+        if offload == FULL_OFFLOAD:
+            gathers, reduces = {EACH_PASS: (2 * count, count), EACH_BACKWARD: (1, count)}.get(kept_as, (1, 1))
+            spent = spent + (gathers * weights + reduces * gradients) / host_rate
+        elif offload:
+            spent = spent + (gradients + weights) / host_rate
+        static = optimizer * (not offload) + weights * (offload != FULL_OFFLOAD)  # as the executor counts it
+        static = static + whole[0] * (kept_as in (ONCE, EACH_BACKWARD))
+        if kept_as == WHOLE or (kept_as == ONCE and (count > 1 or draft.stages > 1)):
+            static = static + whole[1]
+        elif offload != FULL_OFFLOAD:
+            static = static + gradients
+        seconds.append(spent)
+        held.append((static, kept[recompute].astype(np.float64)))
+    return np.array(seconds), np.array(held).swapaxes(0, 1)

@@ -6,7 +6,7 @@
 * The compiler partition (Tavarageri et al., 2019): loads nearly equal, the least bytes over the cuts.
 * DLPlacer's hybrid (Pal et al., IEEE Micro 2019): replicas of several devices that pass one micro-batch on.
 
-PaSE's layouts are those that the tensor axis has anyway. What these leave open (recomputation, offload) is fitted as ever.
+PaSE's layouts are those of the tensor axis. Recomputation and offload, which these leave open, are fitted as for all drafts.
 """
 
 from __future__ import annotations
@@ -16,60 +16,53 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B
-from rlplace.strategy.costs import Cut
+from rlplace.strategy.costs import Cut, Floats
 from rlplace.strategy.drafts import Draft, Mesh, plain_draft
-from rlplace.strategy.search.cuts import Balance, walked_back
+from rlplace.strategy.search.cuts import walked_back
 from rlplace.strategy.search.shapes import divisors, equal_shares
-from rlplace.strategy.search.stages import orders
+from rlplace.strategy.search.stages import MOST_UNITS, orders
 from rlplace.strategy.search.tries import SearchProblem
 
 MICROBATCHES = 4
-"""Of GPipe, for every stage."""
+"""GPipe's micro-batches for every stage."""
 
 IMBALANCES = (0.05, 0.3)
-"""How much longer than the best balance the slowest stage of the compiler partition may take."""
-
-MOST_UNITS = 64
-"""Of devices in PipeDream's table; of more, several are one."""
-
-Floats = NDArray[np.float64]
+"""Excess over the best balance that the slowest stage of the compiler partition may have."""
 
 
-def published_starts(question: SearchProblem) -> Iterator[Draft]:
-    """Yields drafts of published planners that have an answer; nothing runs again."""
-    balance = Balance(question.costs, question.cluster)
-    for devices in orders(question):
-        if question.devices is not None:
-            devices = tuple(device for device in devices if device in question.devices)
+def published_starts(problem: SearchProblem) -> Iterator[Draft]:
+    """Yields drafts of published planners where they have one, without recomputation."""
+    for devices in orders(problem):
+        if problem.devices is not None:
+            devices = tuple(device for device in devices if device in problem.devices)
         for count in divisors(len(devices))[1:]:
-            if count <= len(question.costs.names):
-                yield from _equal(question, balance, devices, count)
-        for degree in divisors(question.batch):
+            if count <= len(problem.costs.names):
+                yield from _equal(problem, devices, count)
+        for degree in divisors(problem.batch):
             if degree <= len(devices):
-                yield from _pipedream(question, balance, devices, degree)
+                yield from _pipedream(problem, devices, degree)
 
 
-def _equal(question: SearchProblem, balance: Balance, devices: tuple[int, ...], count: int) -> Iterator[Draft]:
-    """GPipe's, the compiler's and DLPlacer's starts with so many stages, each with the same number of replicas."""
-    degree = len(devices) // count
+def _equal(problem: SearchProblem, devices: tuple[int, ...], count: int) -> Iterator[Draft]:
+    """Yields GPipe's, the compiler's and DLPlacer's starts with so many stages, each with the same number of replicas."""
+    degree, balance = len(devices) // count, problem.balance
     widths, order = [degree] * count, tuple(range(count))
     kinds = balance.kinds(devices, count)
-    for spread in _microbatches(question, degree, MICROBATCHES * count):
-        size, passes = spread
-        if balance.can_cut(Cut(size)):
-            even = balance.stages(kinds, Cut(size), order)
+    for spread in _microbatches(problem, degree, MICROBATCHES * count):
+        cut, passes = Cut(spread[0]), spread[1]
+        if balance.can_cut(cut):
+            even = balance.stages(kinds, cut, order)
             yield _chain(devices, widths, even.bounds, spread, GPIPE)
             if passes >= count:
-                seconds = np.array([balance.pass_s(own, Cut(size)) for own in kinds])
+                seconds = np.array([balance.pass_s(own, cut) for own in kinds])
                 for more in IMBALANCES:
                     limit_s = (1 + more) * max(even.taken_s)
-                    bounds = least_traffic(seconds, question.costs.passes(0, Cut(size)).sent_bytes.astype(float), limit_s)
+                    bounds = least_traffic(seconds, problem.costs.passes(0, cut).sent_bytes.astype(float), limit_s)
                     yield _chain(devices, widths, bounds, spread, ONE_F_ONE_B)
-    whole = question.batch // degree
-    if question.batch % degree == 0 and balance.can_cut(Cut(whole)):
+    whole = problem.batch // degree
+    if problem.batch % degree == 0 and balance.can_cut(Cut(whole)):
         yield _chain(devices, widths, balance.stages(kinds, Cut(whole), order).bounds, (whole, 1), GPIPE)
 
 
@@ -79,7 +72,7 @@ def least_traffic(seconds: Floats, sent_bytes: Floats, limit_s: float) -> tuple[
     Args:
         seconds: float64 [K, B], of every block in every part.
         sent_bytes: float64 [B], over a cut behind a block.
-        limit_s: Of a part; some cuts keep it.
+        limit_s: Of a part; some cuts respect it.
 
     Returns:
         The first block of every part, and B.
@@ -98,29 +91,28 @@ def least_traffic(seconds: Floats, sent_bytes: Floats, limit_s: float) -> tuple[
     return walked_back(starts, blocks)
 
 
-def _pipedream(question: SearchProblem, balance: Balance, devices: tuple[int, ...], degree: int) -> Iterator[Draft]:
-    """PipeDream's stages with so many replicas at most."""
-    together = -(-len(devices) // MOST_UNITS)
-    units, links = len(devices) // together, question.cluster.links
+def _pipedream(problem: SearchProblem, devices: tuple[int, ...], degree: int) -> Iterator[Draft]:
+    """Yields PipeDream's stages with so many replicas at most."""
+    together, balance = -(-len(devices) // MOST_UNITS), problem.balance
+    units, links = len(devices) // together, problem.cluster.links
     if degree % together or len(devices) < 2:
         return
     bandwidth = min(float(links.bandwidth_bytes_per_s[a, b]) for a, b in pairwise(devices))
-    for spread in _microbatches(question, degree, MICROBATCHES * max(2, len(devices) // degree)):
-        size, passes = spread
-        if bandwidth > 0 and balance.can_cut(Cut(size)):
-            seconds = degree * balance.pass_s(balance.kinds(devices, 1)[0], Cut(size)) / together
-            sent = degree * question.costs.passes(0, Cut(size)).sent_bytes / together
-            weights = question.costs.held().weight_bytes.astype(float)
+    for spread in _microbatches(problem, degree, MICROBATCHES * max(2, len(devices) // degree)):
+        cut, passes = Cut(spread[0]), spread[1]
+        if bandwidth > 0 and balance.can_cut(cut):
+            seconds = degree * balance.pass_s(balance.kinds(devices, 1)[0], cut) / together
+            sent = degree * problem.costs.passes(0, cut).sent_bytes / together
+            weights = problem.costs.held().weight_bytes.astype(float)
             bounds, replicas = replicated_stages(seconds, weights / bandwidth, sent / bandwidth, units, degree // together)
             if max(replicas) * together == degree and 1 < len(replicas) <= passes:
-                widths = [together * own for own in replicas]
-                yield _chain(devices, widths, bounds, spread, ONE_F_ONE_B)
+                yield _chain(devices, [together * own for own in replicas], bounds, spread, ONE_F_ONE_B)
 
 
 def replicated_stages(
     seconds: Floats, weights_s: Floats, sent_s: Floats, machines: int, degree: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """PipeDream's table: the slowest stage or hand-over of a minibatch as quick as it can be.
+    """Computes PipeDream's table: the slowest stage or stage transfer of a minibatch as quick as it can be.
 
     Args:
         seconds: float64 [B], forward and backward of a minibatch on one machine.
@@ -136,12 +128,8 @@ def replicated_stages(
     inside = ~np.tri(blocks + 1, dtype=bool)
     work, held = (np.concatenate([[0.0], np.cumsum(values)]) for values in (seconds, weights_s))
     crossing = np.concatenate([[0.0], sent_s])
-    stage = {
-        own: np.where(
-            inside, (work[None, :] - work[:, None] + 4 * (own - 1) / own * (held[None, :] - held[:, None])) / own, np.inf
-        )
-        for own in ways
-    }
+    work, held = (values[None, :] - values[:, None] for values in (work, held))  # [start, end]
+    stage = {own: np.where(inside, (work + 4 * (own - 1) / own * held) / own, np.inf) for own in ways}
     best = np.full((machines + 1, blocks + 1), np.inf)  # of the first blocks, on so many machines
     best[:, 0] = 0.0
     choice = np.zeros((machines + 1, blocks + 1, 2), dtype=np.int64)  # where the last stage begins, and its replicas
@@ -164,11 +152,9 @@ def replicated_stages(
     return tuple(reversed(bounds)), tuple(reversed(replicas))
 
 
-def _microbatches(question: SearchProblem, degree: int, wanted: int) -> list[tuple[int, int]]:
-    """Returns the equal shares of so many replicas whose number of micro-batches is nearest to the wanted one, if there are
-    any.
-    """
-    spreads = [(sizes[0], counts[0]) for sizes, counts in equal_shares(question.batch, degree, question.space)]
+def _microbatches(problem: SearchProblem, degree: int, wanted: int) -> list[tuple[int, int]]:
+    """Returns the equal shares of so many replicas whose number of micro-batches is nearest to the wanted one, if any."""
+    spreads = [(sizes[0], counts[0]) for sizes, counts in equal_shares(problem.batch, degree, problem.space)]
     return sorted(spreads, key=lambda spread: abs(math.log(spread[1] / wanted)))[:1]
 
 

@@ -1,4 +1,4 @@
-"""What an answer says beside the strategy: devices without bf16, what fills the memory."""
+"""Remarks of a plan beside its strategy: devices without bf16, and the parts of peak memory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ BF16, FP16 = "bfloat16", "float16"
 
 
 def without_bf16(graph: OpGraph, cluster: Cluster, devices: Iterable[int]) -> list[str]:
-    """Returns kinds of these devices that have units for float16 and none for bfloat16, where ops of the graph compute
-    in that.
-    """
+    """Returns the kinds of these devices with units for float16 and none for bfloat16, if ops of the graph compute in that."""
     if BF16 not in graph.op_dtype:
         return []
     used = {cluster.devices[device].kind for device in devices}
@@ -41,20 +39,13 @@ def without_bf16(graph: OpGraph, cluster: Cluster, devices: Iterable[int]) -> li
 
 
 def bf16_note(graph: OpGraph, kinds: Iterable[str], step_s: float | None = None, fp16_s: float | None = None) -> str:
-    """What such a plan means.
-
-    Args:
-        graph: The model.
-        kinds: Of `without_bf16`.
-        step_s: What a step takes; None where it is not compared.
-        fp16_s: What the same plan takes in float16.
-    """
+    """Returns the note on kinds of `without_bf16`, with seconds of a step, and of the same in float16, where both are known."""
     names = ", ".join(kinds)
     option = "--autocast fp16" if graph.capture.get("autocast") == BF16 else "--dtype fp16"
-    said = f"{names}: no bfloat16 units, so products in bf16 run at the float32 rate; "
+    note = f"{names}: no bfloat16 units, so products in bf16 run at the float32 rate; "
     if step_s is None or fp16_s is None:
-        return f"{said}{option} plans in the type that it has units for"
-    return f"{said}in fp16 the same strategy takes {ms(fp16_s)} ms, {step_s / fp16_s:.2f} times as fast; {option} plans for it"
+        return f"{note}{option} plans in the type that it has units for"
+    return f"{note}in fp16 the same strategy takes {ms(fp16_s)} ms, {step_s / fp16_s:.2f} times as fast; {option} plans for it"
 
 
 def in_fp16(graph: OpGraph) -> OpGraph:
@@ -62,44 +53,32 @@ def in_fp16(graph: OpGraph) -> OpGraph:
     return dataclasses.replace(graph, op_dtype=tuple(FP16 if name == BF16 else name for name in graph.op_dtype))
 
 
-def fp16_step_s(question: SearchProblem, draft: Draft, graphs: tuple[OpGraph, OpGraph | None], **pricing: object) -> float:
-    """Returns seconds of a draft's step in float16, by the same executor as that of the answer.
-
-    Args:
-        question: What was asked.
-        draft: The answer.
-        graphs: The captures of the model, as `PricedBlocks` takes them.
-        **pricing: Further arguments of `PricedBlocks`.
-    """
+def fp16_step_s(problem: SearchProblem, draft: Draft, graphs: tuple[OpGraph, OpGraph | None], **pricing: Any) -> float:
+    """Returns seconds of a draft's step in float16, by the finest executor; other arguments are those of `PricedBlocks`."""
     first, other = graphs
-    blocks = PricedBlocks(
-        in_fp16(first),
-        question.cluster,
-        None if other is None else in_fp16(other),
-        **pricing,  # type: ignore[arg-type]
-    )
-    asked = dataclasses.replace(question, scores=DraftEvaluator(blocks, question.cluster))
-    return OpLevel(asked).evaluate(draft).step_time_s
+    blocks = PricedBlocks(in_fp16(first), problem.cluster, other and in_fp16(other), **pricing)
+    return OpLevel(dataclasses.replace(problem, scores=DraftEvaluator(blocks, problem.cluster))).evaluate(draft).step_time_s
 
 
 PARTS = (
     "weights", "gradients", "optimizer", "activations", "gathered", "backward", "temporaries", "buffers", "reserved",
 )  # fmt: skip
-"""Weights, gradients, optimizer state: held all step long, shares where they are sharded. Activations: what the forward makes.
-Gathered: weights of blocks for as long as they run. Backward: gradients on their way, and what runs again. Temporaries: of ops.
-Buffers: for what other stages send, and for gradients while they are reduced. Reserved: context and communication library."""
+"""Weights, gradients, optimizer state: held all step long, shares where they are sharded. Activations: made by the forward.
+Gathered: weights of blocks for as long as they run. Backward: gradients of activations, and recomputed activations.
+Temporaries: of ops. Buffers: of stage transfers, and of gradients while they are reduced. Reserved: context and communication
+library."""
 
 
 def memory_parts(
-    draft: Draft, costs: OpCosts, cluster: Cluster, said: StepEvaluation, traffic: Traffic | None = None
+    draft: Draft, costs: OpCosts, cluster: Cluster, finest: StepEvaluation, traffic: Traffic | None = None
 ) -> tuple[HeldMemory, ...]:
     """Returns the memory of all devices in use, those alike together.
 
     Args:
         draft: The draft.
-        costs: What ops take.
+        costs: Costs of ops.
         cluster: Where it runs.
-        said: What the finest executor that is affordable says of it; `rlplace.strategy.search.op_level.OpLevel`.
+        finest: Evaluation by the finest executor that is affordable; `rlplace.strategy.search.op_level.OpLevel`.
         traffic: Of the cluster, where it is known.
     """
     traffic = traffic or Traffic(cluster)
@@ -116,7 +95,7 @@ def memory_parts(
                     parts[name] += size
                 for device in (d for lane in alike for _, devices in lane.replicas[place] for d in devices):
                     own = {**parts, "reserved": cluster.devices[device].reserved_bytes}
-                    left = said.peak_memory_bytes[device] - sum(own.values())  # op by op what rounding has left
+                    left = finest.peak_memory_bytes[device] - sum(own.values())  # op by op only rounding
                     own["weights" if fine else "activations"] += left
                     key = (cluster.devices[device].kind, cluster.devices[device].memory_bytes, fine, *own.items())
                     found.setdefault(key, []).append(device)
@@ -134,7 +113,7 @@ def memory_parts(
 
 
 def _at_peak(expanded: ExpandedDraft) -> Sequence[Mapping[str, int]]:
-    """For every device of an expanded draft, bytes by part beside what it holds all step long, when it holds the most."""
+    """Returns for every device of an expanded draft the bytes by part at its peak, without those held all step long."""
     problem = expanded.problem
     life = lifetimes(problem, make_plan(problem, problem.group_device, planner="", order=expanded.order))
     made_as = np.where(problem.op_phase == FORWARD, PARTS.index("activations"), PARTS.index("backward"))

@@ -1,6 +1,6 @@
 """The classical search for a strategy: uniform ones, then stages by dynamic programming, then local search from the best.
 
-Everything is counted against one budget of calls and seconds. With calls and without a time limit the answer is the same from
+Everything is counted against one budget of calls and seconds. With calls and without a time limit the result is the same from
 run to run.
 """
 
@@ -19,7 +19,6 @@ from rlplace.plan.prediction import too_large
 from rlplace.records import plain
 from rlplace.strategy.costs import Cut
 from rlplace.strategy.drafts import Draft, kind_of
-from rlplace.strategy.search.cuts import Balance
 from rlplace.strategy.search.fit import fitted, tuned
 from rlplace.strategy.search.moves import Moves
 from rlplace.strategy.search.published import published_starts
@@ -33,28 +32,28 @@ STARTS = 4
 """Kinds of strategies from whose best one local search starts."""
 
 UNIFORM_PART = 0.4
-"""Of the budget, for uniform strategies before the search goes on from them."""
+"""Part of the budget for uniform strategies before the search goes on from them."""
 
 TABLES_PART = 0.15
-"""Of the budget, for tables of stages."""
+"""Part of the budget for tables of stages."""
 
 FIRST_STAGES = 6
 """Drafts of these tables that come before uniform strategies."""
 
 CHAINS_PART = 0.5
-"""Of the budget, when no other draft of the tables or of published planners is tried."""
+"""Spent part of the budget after which no other draft of the tables or of published planners is tried."""
 
 PATIENCE = 3
 """Uniform strategies end earlier where none was better in so many times the calls up to the best."""
 
 LEAST_PART = 0.6
-"""Of the seconds, what is left at least when all options are priced and the rivals are evaluated."""
+"""Part of the seconds that is left at least when all options are priced and the rivals are evaluated."""
 
 BEAM = 8
 """Drafts from which local search goes on."""
 
 TURN = 16
-"""Neighbours of a draft before it is another's turn: the best draft takes turns with all starts."""
+"""Neighbours of a draft before another's turn: the best draft takes turns with all starts."""
 
 SLACK = 1.1
 """Neighbours that take so many times as long may lead on."""
@@ -62,7 +61,7 @@ SLACK = 1.1
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         ranked: Drafts that fit, the best first.
@@ -86,28 +85,27 @@ class SearchResult:
 
 
 def search(
-    question: SearchProblem, *, calls: int | None = None, time_limit_s: float | None = None, progress: Progress | None = None
+    problem: SearchProblem, *, calls: int | None = None, time_limit_s: float | None = None, progress: Progress | None = None
 ) -> SearchResult:
     """Returns the best strategies that fit.
 
     Args:
-        question: What is asked.
+        problem: The problem.
         calls: Evaluations at most.
         time_limit_s: Seconds at most.
-        progress: Told how far it is.
+        progress: Called as the search proceeds.
 
     Raises:
-        InputError: The space, or what can run, leaves no strategy; says which key to relax.
+        InputError: The space, or the engine, leaves no strategy; names the key to relax.
         InfeasibleError: None fits.
     """
-    tries = Tries(question, calls=calls, time_limit_s=time_limit_s, progress=progress)
+    tries = Tries(problem, calls=calls, time_limit_s=time_limit_s, progress=progress)
     tries.timed = False
-    balance = Balance(question.costs, question.cluster)
-    options, rivals, rest = by_sets(question, balance)
-    others, complete, all_kinds = try_uniform(tries, options, balance), True, False
+    options, rivals, rest = by_sets(problem)
+    others, complete, all_kinds = try_uniform(tries, options), True, False
     uniform: list[Tried | None] = []
     try:
-        uniform.extend(try_rivals(tries, rivals, balance))
+        uniform.extend(try_rivals(tries, rivals))
         all_kinds = True
         tries.end_by_time(LEAST_PART)
         stages = try_stages(tries, tries.spent() + TABLES_PART)
@@ -119,18 +117,16 @@ def search(
                 best_s, until = tries.best_s, PATIENCE * tries.calls
             if tries.fitting() and (tries.spent() > UNIFORM_PART or tries.calls > until):
                 break
-        published = (fitted(tries, draft, 1.2 * tries.best_s) for draft in published_starts(question))
+        published = (fitted(tries, draft, 1.2 * tries.best_s) for draft in published_starts(problem))
         for tried in itertools.chain(stages, published):
             first.append(tried)
             if tries.spent() > CHAINS_PART:
                 break
-        chains = [tried for tried in first if tried is not None]
+        chains = sorted(filter(None, first), key=lambda tried: tried.step_s)
         try_unlike(tries, _explore)
-        known = list(starts(tries))
-        known += sorted(chains, key=lambda tried: tried.step_s)[:STARTS]
-        improve(tries, known, balance)
-        improve(tries, list(starts(tries)), balance, thorough=True)
-        uniform.extend(itertools.chain(others, try_uniform(tries, rest(), balance)))
+        improve(tries, [*starts(tries), *chains[:STARTS]])
+        improve(tries, list(starts(tries)), thorough=True)
+        uniform.extend(itertools.chain(others, try_uniform(tries, rest())))
     except OutOfBudgetError:
         complete = False
     known = tries.known()
@@ -139,29 +135,27 @@ def search(
         raise _nothing(tries, bool(options or rivals), complete)
     of_kinds = {kind_of(tried.draft): tried for tried in reversed(known) if math.isfinite(tried.step_s)}
     refused = {kind_of(tried.draft): tried.reason for tried in known if tried.reason}
-    best = min((tried for tried in uniform if tried is not None), key=lambda tried: tried.step_s, default=None)
+    best = min(filter(None, uniform), key=lambda tried: tried.step_s, default=None)
     return SearchResult(ranked, best, of_kinds, refused, all_kinds, tries.calls, complete, tries.reasons)
 
 
 def _explore(tries: Tries) -> None:
-    """Uniform strategies, and what is better near them; raises as `improve` does."""
-    balance = Balance(tries.question.costs, tries.question.cluster)
-    options = sorted(Options(tries.question, balance).every(), key=Option.key)
-    for _ in try_uniform(tries, options, balance):
+    """Tries uniform strategies, and better ones near them; raises as `improve` does."""
+    for _ in try_uniform(tries, sorted(Options(tries.problem).every(), key=Option.key)):
         pass
-    improve(tries, list(starts(tries)), balance)
+    improve(tries, list(starts(tries)))
 
 
-def improve(tries: Tries, starts: list[Tried], balance: Balance, *, thorough: bool = False) -> None:
-    """Goes on from the best draft and every start in turn to better neighbours, until the best few and all starts have none.
+def improve(tries: Tries, starts: list[Tried], *, thorough: bool = False) -> None:
+    """Moves from the best draft and every start in turn to better neighbours, until no start and none of the best few has any.
 
-    Drafts that differ in cuts, recomputation and offload alone count as one: the best of them stands for all. The thorough
-    search tries more of what blocks choose, which costs calls: it is for when the other has ended.
+    Drafts that differ in cuts, recomputation and offload alone count as one, represented by their best. The thorough search
+    tries more choices of blocks, which costs calls: it follows the other one.
 
     Raises:
         OutOfBudgetError: The budget ended before.
     """
-    moves = Moves(tries.question, balance)
+    moves = Moves(tries.problem)
     beam: dict[object, Tried] = {}
     open_: dict[Draft, Iterator[Tried | None]] = {}
     done: set[Draft] = set()
@@ -188,7 +182,7 @@ def improve(tries: Tries, starts: list[Tried], balance: Balance, *, thorough: bo
 
 
 def _enter(beam: dict[object, Tried], tried: Tried) -> bool:
-    """Puts a draft into the beam if it is the best of those that it stands for."""
+    """Puts a draft into the beam if it is the best of those that it represents."""
     draft = tried.draft
     key = draft.places, draft.place_of_stage, draft.schedule, draft.microbatch, draft.microbatches
     if key in beam and beam[key].step_s <= tried.step_s * (1 + 1e-12):
@@ -198,9 +192,9 @@ def _enter(beam: dict[object, Tried], tried: Tried) -> bool:
 
 
 def _neighbours(tries: Tries, at: Tried, moves: Moves, thorough: bool) -> Iterator[Tried | None]:
-    """Yields neighbours, None for those that do not fit or are much slower; with what blocks choose fitted anew, or onward."""
+    """Yields neighbours, with choices of blocks fitted anew or onward; None for those that do not fit or are much slower."""
     yield tuned(tries, at, (1, 2) if thorough else (1,), ends=1 + thorough)
-    for draft in moves.neighbours(at.draft, tries.question.scores.evaluate(at.draft)):
+    for draft in moves.neighbours(at.draft, tries.problem.scores.evaluate(at.draft)):
         found = fitted(tries, draft, at.step_s * SLACK, thorough=thorough)
         if thorough and found is not None and any(found.draft.recompute + found.draft.offload):
             as_now = dataclasses.replace(draft, recompute=at.draft.recompute, offload=at.draft.offload)
@@ -213,25 +207,27 @@ def _neighbours(tries: Tries, at: Tried, moves: Moves, thorough: bool) -> Iterat
 
 def starts(tries: Tries) -> Iterator[Tried]:
     """Yields the best drafts of one pipeline that fit, of a few unlike kinds, the best first."""
-    kinds: set[str] = set()
+    kinds: dict[str, Tried] = {}
     for tried in tries.known():
-        kind = kind_of(tried.draft)
-        if tried.fits and not tried.draft.beside and kind not in kinds and len(kinds) < STARTS:
-            kinds.add(kind)
-            yield tried
+        if tried.fits and not tried.draft.beside:
+            kinds.setdefault(kind_of(tried.draft), tried)
+    yield from itertools.islice(kinds.values(), STARTS)
 
 
-def _any_uniform(question: SearchProblem) -> bool:
+def _any_uniform(problem: SearchProblem) -> bool:
     """Returns whether the space leaves a uniform strategy."""
-    balance = Balance(question.costs, question.cluster)
-    return any(question.space.forbids(option.draft(balance)) is None for option in Options(question, balance).every())
+    return any(problem.space.forbids(option.draft(problem.balance)) is None for option in Options(problem).every())
 
 
 def _nothing(tries: Tries, any_uniform: bool, complete: bool) -> Exception:
-    """Explains why no strategy can be the answer; `any_uniform`: whether the space leaves a uniform one; `complete`: it was not
-    cut.
+    """Explains why there is no strategy.
+
+    Args:
+        tries: All of them.
+        any_uniform: Whether the space leaves a uniform strategy.
+        complete: Whether the budget did not cut the search.
     """
-    question, best = tries.question, tries.best
+    problem, best = tries.problem, tries.best
     if best is not None and best.over_bytes > 0:
         short = int(best.over_bytes)
         return InfeasibleError(
@@ -241,22 +237,21 @@ def _nothing(tries: Tries, any_uniform: bool, complete: bool) -> Exception:
             short_bytes=short,
         )
     if tries.reasons and any_uniform:
-        reasons = sorted(tries.reasons, key=lambda text: -tries.reasons[text])
+        reasons = [text for text, _ in tries.reasons.most_common()]
         key, other = reasons[0].removeprefix("space: "), next((text for text in reasons if not text.startswith("space: ")), "")
         if key == reasons[0]:
             return InputError(f"no strategy can run: {key}")
         why = f". Of what it leaves: {other}" if other else ""
         return InputError(f"space: it leaves no strategy; relax {key} first{why}")
-    unpriced = [question.costs.why_not(Cut(samples)) for samples in divisors(question.batch)]
+    unpriced = [problem.costs.why_not(Cut(samples)) for samples in divisors(problem.batch)]
     if None not in unpriced:
-        return InputError(f"no strategy for a batch of {question.batch}: {unpriced[-1]}")
-    words = [f"space: it leaves no strategy for a batch of {question.batch}"]
-    for key, values in plain(question.space).items():
-        if _any_uniform(dataclasses.replace(question, space=msgspec.structs.replace(question.space, **{key: None}))):
-            words.append(f"; relax {key}={','.join(map(str, values))} first")
+        return InputError(f"no strategy for a batch of {problem.batch}: {unpriced[-1]}")
+    relax = problem.space.text()
+    for key, values in plain(problem.space).items():
+        if _any_uniform(dataclasses.replace(problem, space=msgspec.structs.replace(problem.space, **{key: None}))):
+            relax = f"{key}={','.join(map(str, values))} first"
             break
-    else:
-        words.append(f"; relax {question.space.text()}")
-    near = (question.batch + way * distance for distance in range(1, question.batch + 1) for way in (1, -1))
-    batch = next((n for n in near if n > 0 and _any_uniform(dataclasses.replace(question, batch=n))), None)
-    return InputError("".join(words) + ("" if batch is None else f", or use a batch of {batch}"))
+    near = (problem.batch + way * distance for distance in range(1, problem.batch + 1) for way in (1, -1))
+    batch = next((n for n in near if n > 0 and _any_uniform(dataclasses.replace(problem, batch=n))), None)
+    instead = "" if batch is None else f", or use a batch of {batch}"
+    return InputError(f"space: it leaves no strategy for a batch of {problem.batch}; relax {relax}{instead}")

@@ -1,4 +1,4 @@
-"""Shapes of uniform strategies: sets of devices, and how they are used alike everywhere."""
+"""Shapes of uniform strategies: sets of devices, degrees of their meshes, and shares of the batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ Shares = tuple[tuple[int, ...], tuple[int, ...]]
 
 MOST_MICROBATCHES = 1 << 12
 
-EVERYTHING = Space()
+MOST_HOSTS = 4
+"""Hosts of one kind of which every number is tried; of more, powers of two."""
+
+MOST_DEVICES = 64
+"""Devices of one kind of which every power of two is tried; of more, one, and from an eighth of them on."""
+
+MOST_KINDS = 4
+"""Kinds of devices of which every subset is tried; of more, each alone and all together."""
 
 
 def divisors(number: int) -> list[int]:
@@ -33,13 +40,13 @@ def divisors(number: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def equal_shares(batch: int, degree: int, space: Space, *, every: bool = False) -> tuple[Shares, ...]:
-    """Returns all replicas alike, for micro-batch sizes that divide the share.
+    """Returns shares of the batch with all replicas alike.
 
     Args:
         batch: Samples a step.
         degree: Replicas.
-        space: What may be chosen.
-        every: Whether all sizes, not just powers of two, the whole and what the space names.
+        space: Allowed values.
+        every: Whether micro-batches have all sizes, not just powers of two, the whole and those that the space names.
     """
     if batch % degree:
         return ()
@@ -54,13 +61,13 @@ def unlike_shares(batch: int, pace_s: NDArray[np.float64], space: Space, lockste
     Args:
         batch: Samples a step.
         pace_s: float64 [D], seconds a sample of every replica.
-        space: What may be chosen.
+        space: Allowed values.
         lockstep: Whether replicas gather for every pass, which needs equal numbers of micro-batches.
     """
     degree = len(pace_s)
     if degree == 1 or (batch % degree == 0 and np.ptp(pace_s) < 1e-9 * pace_s.max()):
         return
-    for part in _parts(batch, EVERYTHING):
+    for part in _parts(batch, Space()):
         parts = proportional(1 / pace_s, batch // part)
         if parts is not None and len(set(parts)) > 1:
             forms = [(parts, (part,))] if lockstep else [(parts, (part,)), ((part,), parts)]
@@ -78,7 +85,7 @@ def _parts(share: int, space: Space) -> list[int]:
 
 
 def proportional(weights: NDArray[np.float64], total: int) -> tuple[int, ...] | None:
-    """Whole numbers from 1 up in proportion to weights, that add up to `total`; None where there are too few."""
+    """Returns whole numbers from 1 up in proportion to weights, whose sum is `total`; None where there are too few."""
     if total < len(weights):
         return None
     exact = weights / weights.sum() * total
@@ -90,16 +97,6 @@ def proportional(weights: NDArray[np.float64], total: int) -> tuple[int, ...] | 
     return tuple(parts.tolist())
 
 
-MOST_HOSTS = 4
-"""Hosts of one kind of which every number is tried; of more, powers of two."""
-
-MOST_DEVICES = 64
-"""Of one kind, of which every power of two is tried; of more, one, and from an eighth of them on."""
-
-MOST_KINDS = 4
-"""Kinds of devices of which every subset is tried; of more, each alone and all together."""
-
-
 @dataclass(frozen=True)
 class Shape:
     """A uniform strategy without its micro-batch.
@@ -108,7 +105,7 @@ class Shape:
         devices: In the order in which places take them.
         places: Number of places.
         chunks: Stages a place.
-        axes: Of every place, without its devices.
+        axes: Mesh of every place, without its devices.
         schedule: Of the chain; None for one stage.
     """
 
@@ -120,12 +117,22 @@ class Shape:
 
     @property
     def kind(self) -> str:
-        """See `kind_of`."""
+        """Its kind, see `kind_of`."""
         return kind_named(self.places * self.chunks, [self.axes])
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The place of every stage."""
+        return stage_order(self.places, self.schedule, self.chunks)
+
+    @property
+    def splits(self) -> bool:
+        """True where gradients of weights are computed later than others."""
+        return self.schedule is not None and SCHEDULES[self.schedule].splits_backward
 
 
 def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Sets of devices worth using: every set of kinds, of one kind the first 1, 2, 4, ... and whole hosts; largest first."""
+    """Returns sets of devices: every set of kinds, of one kind the first 1, 2, 4, ... and whole hosts; largest first."""
     kinds = list(dict.fromkeys(kind.name for kind in cluster.kinds))
     few = len(kinds) <= MOST_KINDS
     sizes = range(len(kinds), 0, -1) if few else (len(kinds), 1)
@@ -133,22 +140,22 @@ def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
     for chosen in itertools.chain.from_iterable(itertools.combinations(kinds, size) for size in sizes):
         own = [device for device, kind in enumerate(cluster.kinds) if kind.name in chosen]
         own.sort(key=lambda device: (cluster.hosts[device], device))
-        hosts = [cluster.hosts[device] for device in own]
-        ends = {index for index in range(1, len(own)) if hosts[index] != hosts[index - 1] and len(set(hosts)) <= MOST_HOSTS}
-        counts = {len(own)} | {1 << power for power in range(len(own).bit_length())} | ends
-        if len(chosen) > 1:
-            counts = {len(own)}
+        counts = {len(own)}
+        if len(chosen) == 1:
+            hosts = [cluster.hosts[device] for device in own]
+            counts |= {1 << power for power in range(len(own).bit_length())}
+            counts |= {
+                index for index in range(1, len(own)) if hosts[index] != hosts[index - 1] and len(set(hosts)) <= MOST_HOSTS
+            }
         for count in sorted(counts, reverse=True):
-            if len(own) > MOST_DEVICES and 1 < count < len(own) // 8:
-                continue
-            sets[tuple(own[:count])] = None
+            if len(own) <= MOST_DEVICES or not 1 < count < len(own) // 8:
+                sets[tuple(own[:count])] = None
     return list(sets)
 
 
-def shapes(question: SearchProblem, devices: tuple[int, ...]) -> Iterator[Shape]:
+def shapes(problem: SearchProblem, devices: tuple[int, ...]) -> Iterator[Shape]:
     """Yields all uniform ways to use a set of devices."""
-    space, cluster = question.space, question.cluster
-    hosts = [cluster.hosts[device] for device in devices]
+    space, hosts = problem.space, [problem.cluster.hosts[device] for device in devices]
     per_host = max(1, min(hosts.count(host) for host in set(hosts)))
     for places in space.only("pipeline", divisors(len(devices))):
         width = len(devices) // places
@@ -156,39 +163,32 @@ def shapes(question: SearchProblem, devices: tuple[int, ...]) -> Iterator[Shape]
             # A tensor group exchanges activations in every block: it stays inside a host unless the space asks for more.
             if tensor > 1 and (tensor & (tensor - 1) or per_host % tensor) and space.tensor is None:
                 continue
-            for context in _context_degrees(question, width // tensor):
-                yield from _data_shapes(question, devices, places, context, tensor, per_host)
+            for context in space.only("context", divisors(width // tensor)):
+                if context & (context - 1) and space.context is None:
+                    continue
+                inside = per_host // (tensor * context)
+                for axes in _meshes(problem, width // tensor // context, context, tensor, inside, places > 1):
+                    for chunks, schedule in chains(space, places, len(problem.costs.names)):
+                        for sequence in (True, False) if tensor > 1 else (False,):
+                            yield Shape(devices, places, chunks, Mesh((), *axes, sequence), schedule)
 
 
-def _data_shapes(
-    question: SearchProblem, devices: tuple[int, ...], places: int, context: int, tensor: int, per_host: int
-) -> Iterator[Shape]:
-    """Yields shapes of these degrees, by how the rest of each place is shared and copied."""
-    space, blocks = question.space, len(question.costs.names)
-    data = len(devices) // places // tensor // context
-    inside = max(1, min(data, per_host // (tensor * context)))
-    for shard in sorted({data, *divisors(math.gcd(data, inside))} | set(space.shard or ())):
+def _meshes(
+    problem: SearchProblem, data: int, context: int, tensor: int, inside: int, chain: bool
+) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Yields degrees, replicate to expert, and level of meshes, by how the data axis is shared and copied.
+
+    Experts are spread over any group with shares; without shares over the whole group or not at all.
+    """
+    space = problem.space
+    for shard in sorted({data, *divisors(math.gcd(data, max(1, min(data, inside))))} | set(space.shard or ())):
         if data % shard or not space.allows("shard", shard) or not space.allows("replicate", data // shard):
             continue
-        levels = (0,) if shard == 1 else (1,) if places > 1 else (1, 2, 3)
-        for sharding in levels if shard == 1 else space.only("sharding", levels):
-            for expert in _expert_degrees(question, shard * context * tensor, sharding):
-                for chunks, schedule in chains(space, places, blocks):
-                    for sequence in (True, False) if tensor > 1 else (False,):
-                        axes = Mesh((), data // shard, shard, context, tensor, expert, sharding, sequence)
-                        yield Shape(devices, places, chunks, axes, schedule)
-
-
-def _context_degrees(question: SearchProblem, width: int) -> list[int]:
-    """Context degrees: powers of two unless the space asks for others."""
-    degrees = question.space.only("context", divisors(width))
-    return [degree for degree in degrees if degree & (degree - 1) == 0 or question.space.context is not None]
-
-
-def _expert_degrees(question: SearchProblem, group: int, sharding: int) -> list[int]:
-    """Expert degrees that experts can be spread over; without shares they are spread over the whole group or not at all."""
-    degrees = divisors(math.gcd(group, question.costs.experts))
-    return question.space.only("expert", [degree for degree in degrees if sharding or degree in (1, group)])
+        for sharding in (0,) if shard == 1 else space.only("sharding", (1,) if chain else (1, 2, 3)):
+            group = shard * context * tensor
+            for expert in space.only("expert", divisors(math.gcd(group, problem.costs.experts))):
+                if sharding or expert in (1, group):
+                    yield data // shard, shard, context, tensor, expert, sharding
 
 
 def chains(space: Space, places: int, blocks: int) -> Iterator[tuple[int, str | None]]:
@@ -204,7 +204,7 @@ def chains(space: Space, places: int, blocks: int) -> Iterator[tuple[int, str | 
 
 
 def stage_order(places: int, schedule: str | None, chunks: int) -> tuple[int, ...]:
-    """Place of every stage: a loop over the places, or a v where the schedule wants one."""
+    """Returns the place of every stage: a loop over the places, or a v where the schedule wants one."""
     loop = tuple(range(places))
     if schedule is not None and SCHEDULES[schedule].layout == V:
         return (*loop, *reversed(loop))

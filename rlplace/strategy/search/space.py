@@ -1,4 +1,4 @@
-"""`Space`: which strategies may be chosen. A key that is left out allows everything."""
+"""`Space`: the values that strategies may take. A key that is left out allows all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Counts = Annotated[tuple[Count, ...], _Some] | None
 
 
 class Space(Record, frozen=True):
-    """Values that a strategy may take; a key binds only where its dimension exists: ``schedule=1f1b`` allows one stage.
+    """Values that a strategy may take. A key binds only where its dimension exists: ``schedule=1f1b`` allows one stage.
 
     Attributes:
         replicate: Whole copies.
@@ -31,8 +31,8 @@ class Space(Record, frozen=True):
         virtual: Stages a place.
         sharding: Levels of parameter sharding; levels from 1 up exist where shard is above 1.
         schedule: Names of schedules for chains.
-        recompute: What blocks may run again: none, selective, full.
-        offload: What of blocks may live in host memory: none, optimizer, all.
+        recompute: Recomputation of blocks: none, selective, full.
+        offload: Parts of blocks in host memory: none, optimizer, all.
         microbatch: Samples of one pass of one replica.
         microbatches: Passes of one replica in a step.
 
@@ -64,7 +64,7 @@ class Space(Record, frozen=True):
         """Reads ``"tensor=1,2,4 sharding=0,1"``.
 
         Raises:
-            InputError: Not of that form; says what is wrong.
+            InputError: It has another form.
         """
         known = [field.name for field in msgspec.structs.fields(Space)]
         data: dict[str, Any] = {}
@@ -80,7 +80,7 @@ class Space(Record, frozen=True):
         return build(Space, data, "space")
 
     def text(self) -> str:
-        """As `parse` reads it."""
+        """Returns the space as `parse` reads it."""
         return " ".join(f"{key}={','.join(map(str, values))}" for key, values in plain(self).items())
 
     def allows(self, key: str, value: Any) -> bool:
@@ -89,7 +89,7 @@ class Space(Record, frozen=True):
         return values is None or value in values
 
     def only(self, key: str, values: Iterable[Any]) -> list[Any]:
-        """Those of the values that are allowed."""
+        """Returns the allowed values among `values`."""
         return [value for value in values if self.allows(key, value)]
 
     def forbids(self, draft: Draft) -> str | None:

@@ -1,9 +1,9 @@
 """Stages by dynamic programming: cuts, devices and axes of every stage together, as Alpa, Piper and Galvatron choose them.
 
-For devices in one order (kinds one after another), one largest data degree and one micro-batch, a table says for every number
-of stages, of devices and of blocks left over how quick the slowest stage can be at best; a stage takes consecutive devices, any
-axes that they allow, and the recomputation that memory asks for with the micro-batches it has in flight under 1F1B. Devices may
-be left out. What comes out are drafts with stages of unlike width, degree and kind, from which the local search goes on.
+For devices in one order (kinds one after another), one largest data degree and one micro-batch, a table has for every number
+of stages, of devices and of blocks left over the least time of the slowest stage; a stage takes consecutive devices, any axes
+that they allow, and the recomputation that memory asks for with the micro-batches it has in flight under 1F1B. Devices may be
+left out. The drafts have stages of unlike width, degree and kind; local search goes on from them.
 
 References: Zheng et al., "Alpa", OSDI 2022; Tarnawski et al., "Piper", NeurIPS 2021; Miao et al., "Galvatron", VLDB 2022. Their
 table over stages, devices and layers is this one; their second criterion, the sum over stages, is left to the executor.
@@ -21,28 +21,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE
-from rlplace.strategy.costs import FULL, kind_numbers
+from rlplace.strategy.costs import FULL, Floats, kind_numbers
 from rlplace.strategy.drafts import Draft, Mesh, plain_draft
-from rlplace.strategy.search.fit import fitted
-from rlplace.strategy.search.savings import Floats, estimates, exchange_s, inside_s
+from rlplace.strategy.search.fit import estimates, exchange_s, fitted, inside_s
 from rlplace.strategy.search.shapes import divisors, equal_shares
 from rlplace.strategy.search.tries import SearchProblem, Tried, Tries
 
 MOST_STAGES = 16
 MOST_UNITS = 64
-"""Of devices; more go several together."""
+"""Units of devices; more devices go several together."""
 
 MOST_PARTS = 48
-"""Of blocks; more go several together."""
+"""Parts of the blocks; more blocks go several together."""
 
 MOST_COUNT, USUAL_COUNT = 256, 16
-"""Of micro-batches, and near which tables begin."""
+"""Micro-batches at most, and near which number tables begin."""
 
 MOST_SPREADS = 16
 """Ways to spread the batch of which there are tables."""
 
 TRIED = 40
-"""Drafts of the table that are evaluated, those first that it finds the quickest."""
+"""Drafts of the table that are evaluated, the quickest by the table first."""
+
+Ints = NDArray[np.int64]
+Layer = tuple[Ints, Ints, Ints, Ints]
+"""By units used from the end, and first part: units in use, then width, last part and axes of the stage."""
+
+StageTimes = tuple[Floats, Ints]
+"""[P + 1, P + 1], from part to part: seconds of a micro-batch, inf where there is no room; index of the best axes."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A batch spread over replicas: their largest number, samples of a micro-batch of each, micro-batches."""
+
+    degree: int
+    size: int
+    count: int
 
 
 def try_stages(tries: Tries, until: float) -> Iterator[Tried | None]:
@@ -50,37 +65,34 @@ def try_stages(tries: Tries, until: float) -> Iterator[Tried | None]:
 
     Args:
         tries: Evaluates.
-        until: No table is begun when more of the budget is spent.
+        until: Spent part of the budget after which no table is begun.
 
     Raises:
         OutOfBudgetError: The budget ended before.
     """
-    question = tries.question
-    table = StageTable(question)
+    problem = tries.problem
+    table = StageTable(problem)
     found: dict[Draft, float] = {}
     spreads = [
         Spread(degree, size, count)
-        for degree in divisors(question.batch)
-        if degree <= question.cluster.num_devices // 2
-        for (size,), (count,) in equal_shares(question.batch, degree, question.space)
+        for degree in divisors(problem.batch)
+        if degree <= problem.cluster.num_devices // 2
+        for (size,), (count,) in equal_shares(problem.batch, degree, problem.space)
         if count <= MOST_COUNT
     ]
     spreads.sort(key=lambda spread: abs(math.log2(spread.count / USUAL_COUNT)))
-    for spread in spreads[:MOST_SPREADS]:
-        for devices in orders(question):
-            if tries.spent() < until:
-                for draft, step_s in table.drafts(devices, spread):
-                    found.setdefault(draft, step_s)
+    for spread, devices in itertools.product(spreads[:MOST_SPREADS], orders(problem)):
+        if tries.spent() < until:
+            for draft, step_s in table.drafts(devices, spread):
+                found.setdefault(draft, step_s)
     for draft in sorted(found, key=lambda draft: found[draft])[:TRIED]:
-        for schedule in question.space.only("schedule", {draft.schedule: None, ZERO_BUBBLE: None}):
+        for schedule in problem.space.only("schedule", {draft.schedule: None, ZERO_BUBBLE: None}):
             yield fitted(tries, dataclasses.replace(draft, schedule=schedule), 1.2 * tries.best_s)
 
 
-def orders(question: SearchProblem) -> list[tuple[int, ...]]:
-    """Returns devices by host, kinds one after another in every order (of many, there and back), then the first kind on both
-    ends.
-    """
-    cluster = question.cluster
+def orders(problem: SearchProblem) -> list[tuple[int, ...]]:
+    """Returns devices by host, kinds in every order (of many, there and back), then with the first kind on both ends."""
+    cluster = problem.cluster
     name = [kind.name for kind in cluster.kinds]
     kinds = list(dict.fromkeys(name))
     ways = [list(way) for way in (itertools.permutations(kinds) if len(kinds) <= 3 else (kinds, kinds[::-1]))]
@@ -92,29 +104,16 @@ def orders(question: SearchProblem) -> list[tuple[int, ...]]:
     return [tuple(line) for line in lines]
 
 
-@dataclass(frozen=True)
-class Spread:
-    """How a batch is spread: replicas at most, samples of a micro-batch of each, micro-batches."""
-
-    degree: int
-    size: int
-    count: int
-
-
-Stage = tuple[Floats, NDArray[np.int64]]
-"""[P + 1, P + 1], from part to part: seconds of a micro-batch, inf where there is no room; which axes a stage takes."""
-
-
 class StageTable:
-    """The dynamic program of one question; what stages cost is kept."""
+    """The dynamic program of one problem; costs of stages are cached."""
 
-    def __init__(self, question: SearchProblem) -> None:
-        self._question = question
-        cluster, blocks = question.cluster, len(question.costs.names)
-        self._kind = kind_numbers(question.costs, cluster)
+    def __init__(self, problem: SearchProblem) -> None:
+        self._problem = problem
+        cluster, blocks = problem.cluster, len(problem.costs.names)
+        self._kind = kind_numbers(problem.costs, cluster)
         self._ends = np.unique(np.linspace(0, blocks, min(blocks, MOST_PARTS) + 1).astype(np.int64))
         self._known: dict[object, tuple[Floats, ...] | None] = {}
-        self._spread, self._stages = Spread(0, 0, 0), dict[object, Stage | None]()  # of one spread over all orders of devices
+        self._spread, self._stages = Spread(0, 0, 0), dict[object, StageTimes | None]()  # of one spread over all orders
 
     def drafts(self, devices: tuple[int, ...], spread: Spread) -> Iterator[tuple[Draft, float]]:
         """Yields the best draft of every number of stages, with the seconds that the table expects."""
@@ -123,32 +122,30 @@ class StageTable:
         total, parts = len(units), len(self._ends) - 1
         best = np.full((total + 1, parts + 1), np.inf)  # by units used from the end, and first part
         best[:, parts] = 0.0
-        steps: list[tuple[NDArray[np.int64], ...]] = []
+        layers: list[Layer] = []
         for stage in range(1, min(MOST_STAGES, total, parts, spread.count) + 1):
-            now, width_of, end_of, axes_of = self._layer(units, best, spread, stage)
+            now, *rest = self._layer(units, best, spread, stage)
             source = np.where(now[1:] < np.minimum.accumulate(now)[:-1], np.arange(1, total + 1)[:, None], 0)
             source = np.maximum.accumulate(np.concatenate([np.zeros((1, parts + 1), dtype=np.int64), source]), axis=0)
             best = np.minimum.accumulate(now)  # units may be left out
-            steps.append((source, width_of, end_of, axes_of))
-            if stage > 1 and self._question.space.allows("pipeline", stage) and np.isfinite(best[total, 0]):
-                yield self._draft(units, steps, spread), float(best[total, 0]) * (spread.count - 1 + stage)
+            layers.append((source, *rest))
+            if stage > 1 and self._problem.space.allows("pipeline", stage) and np.isfinite(best[total, 0]):
+                yield self._draft(units, layers, spread), float(best[total, 0]) * (spread.count - 1 + stage)
 
-    def _layer(
-        self, units: list[tuple[int, ...]], best: Floats, spread: Spread, stage: int
-    ) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _layer(self, units: list[tuple[int, ...]], best: Floats, spread: Spread, stage: int) -> tuple[Floats, Ints, Ints, Ints]:
         """Returns one stage more, put before those of `best`."""
         total = len(units)
         now = np.full_like(best, np.inf)
-        width_of, end_of, axes_of = (np.zeros(best.shape, dtype=np.int64) for _ in range(3))
+        width_of, end_of, axes_of = np.zeros((3, *best.shape), dtype=np.int64)
         for width in range(1, total + 1):
             if width & (width - 1) and total > 8:
                 continue
             step = min(width, 8) if total > 8 else 1
             looks: dict[object, list[int]] = {}
             for used in range(-(-width // step) * step, total + 1, step):
-                looks.setdefault(self._look(self._members(units, used, width)), []).append(used)
+                looks.setdefault(self._look(_members(units, used, width)), []).append(used)
             for look, alike in looks.items():
-                own = self._stage(self._members(units, alike[0], width), look, spread, min(stage, spread.count))
+                own = self._stage(_members(units, alike[0], width), look, spread, min(stage, spread.count))
                 if own is None:
                     continue
                 rows = np.array(alike)
@@ -161,19 +158,13 @@ class StageTable:
                 axes_of[at] = own[1][part, end[row, part]]
         return now, width_of, end_of, axes_of
 
-    @staticmethod
-    def _members(units: list[tuple[int, ...]], used: int, width: int) -> tuple[int, ...]:
-        """Returns devices of a stage that takes the first `width` of the last `used` units."""
-        first = len(units) - used
-        return tuple(itertools.chain.from_iterable(units[first : first + width]))
-
-    def _draft(self, units: list[tuple[int, ...]], steps: list[tuple[NDArray[np.int64], ...]], spread: Spread) -> Draft:
-        """Walks back from all units and the first part."""
+    def _draft(self, units: list[tuple[int, ...]], layers: list[Layer], spread: Spread) -> Draft:
+        """Returns the draft of the last layer, walked back from all units and the first part."""
         places, bounds, used, part = [], [0], len(units), 0
-        for source, width_of, end_of, axes_of in reversed(steps):
+        for source, width_of, end_of, axes_of in reversed(layers):
             used = int(source[used, part])
             width, end = int(width_of[used, part]), int(end_of[used, part])
-            places.append(list(self._meshes(self._members(units, used, width), spread.degree))[int(axes_of[used, part])])
+            places.append(list(self._meshes(_members(units, used, width), spread.degree))[int(axes_of[used, part])])
             bounds.append(int(self._ends[end]))
             used, part = used - width, end
         each = spread.size * spread.degree // max(place.data_degree for place in places)
@@ -181,42 +172,33 @@ class StageTable:
         return plain_draft(tuple(bounds), places, microbatch=(each,), microbatches=(spread.count,), schedule=schedule)
 
     def _look(self, devices: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        """Equal for devices of like kinds that lie alike on hosts."""
+        """Returns a key that is equal for devices of like kinds that lie alike on hosts."""
         hosts: dict[int, int] = {}
-        own = self._question.cluster.hosts
+        own = self._problem.cluster.hosts
         return tuple((self._kind[device], hosts.setdefault(own[device], len(hosts))) for device in devices)
 
     def _meshes(self, devices: tuple[int, ...], degree: int) -> Iterator[Mesh]:
-        """Yields axes of a stage: a tensor group inside a host and copies, whole or shared."""
-        width, space = len(devices), self._question.space
+        """Yields meshes of a stage: a tensor group inside a host and copies, whole or shared."""
+        width, space, hosts = len(devices), self._problem.space, self._problem.cluster.hosts
         for data in divisors(width):
             tensor = width // data
-            inside = all(
-                len({self._question.cluster.hosts[device] for device in devices[start : start + tensor]}) == 1
-                for start in range(0, width, tensor)
-            )
-            if (
-                degree % data
-                or not space.allows("tensor", tensor)
-                or not inside
-                or (tensor & (tensor - 1) and space.tensor is None)
-            ):
+            groups = [{hosts[device] for device in devices[start : start + tensor]} for start in range(0, width, tensor)]
+            if degree % data or not space.allows("tensor", tensor) or any(len(group) > 1 for group in groups):
+                continue
+            if tensor & (tensor - 1) and space.tensor is None:
                 continue
             if space.allows("replicate", data) and space.allows("shard", 1):
                 yield Mesh(devices, replicate=data, tensor=tensor, sequence_parallel=tensor > 1)
             if data > 1 and space.allows("shard", data) and space.allows("sharding", 1) and space.allows("replicate", 1):
                 yield Mesh(devices, shard=data, tensor=tensor, sharding=1, sequence_parallel=tensor > 1)
 
-    def _stage(self, devices: tuple[int, ...], look: object, spread: Spread, passes: int) -> Stage | None:
-        """Returns seconds of all stages on these devices, with the best axes of each."""
+    def _stage(self, devices: tuple[int, ...], look: object, spread: Spread, passes: int) -> StageTimes | None:
+        """Returns seconds of all stages on these devices, with the best axes of each; None without any axes."""
         if spread != self._spread:
             self._spread, self._stages = spread, {}
-        if (look, passes) not in self._stages:
-            self._stages[look, passes] = self._made(devices, look, spread, passes)
-        return self._stages[look, passes]
-
-    def _made(self, devices: tuple[int, ...], look: object, spread: Spread, passes: int) -> Stage | None:
-        ends, room = self._ends, min(self._question.room_bytes[device] for device in devices)
+        if (look, passes) in self._stages:
+            return self._stages[look, passes]
+        ends, room = self._ends, min(self._problem.room_bytes[device] for device in devices)
         rows = []
         for axes, place in enumerate(self._meshes(devices, spread.degree)):
             key = look, axes, spread
@@ -235,26 +217,34 @@ class StageTable:
                 seconds = plain_s + np.where(part > 0.0, part * again_s, 0.0)
             seconds[(ends[None, :] <= ends[:, None]) | np.isnan(seconds)] = np.inf
             rows.append(seconds)
-        if not rows:
-            return None
-        every = np.array(rows)
-        return every.min(axis=0), every.argmin(axis=0)
+        found = (np.min(rows, axis=0), np.argmin(rows, axis=0)) if rows else None
+        self._stages[look, passes] = found
+        return found
 
     def _sums(self, place: Mesh, spread: Spread) -> tuple[Floats, ...] | None:
-        """Running sums over blocks [B + 1]: seconds of a micro-batch, of running again; bytes held, kept, saved; at borders."""
-        costs = self._question.costs
+        """Returns running sums over blocks [B + 1]: seconds of a micro-batch, of recomputation; bytes held, kept, saved.
+
+        Then bytes at borders [B + 1], and working bytes [1].
+        """
+        costs = self._problem.costs
         cut, blocks = place.cut(spread.size * (spread.degree // place.data_degree)), len(costs.names)
         if costs.why_not(cut) is not None:
             return None
         places, size, count = (place, Mesh((), replicate=spread.degree)), spread.size, spread.count
         every = plain_draft((0, 1, blocks), places, microbatch=(size,), microbatches=(count,), schedule=ONE_F_ONE_B)
-        seconds, held = estimates(self._question, every, 0, ((0, 0), (FULL, 0)))
+        seconds, held = estimates(self._problem, every, 0, ((0, 0), (FULL, 0)))
         one = [costs.passes(kind, cut) for kind in {self._kind[device] for device in place.devices}]
         spent = np.max([each.forward_s + each.backward_s for each in one], axis=0)
-        spent = spent + inside_s(self._question, place, one[0]).sum(axis=0)
-        exchanged = seconds[0] + exchange_s(self._question, place)
+        spent = spent + inside_s(self._problem, place, one[0]).sum(axis=0)
+        exchanged = seconds[0] + exchange_s(self._problem, place)
         sent = np.max([each.sent_bytes for each in one], axis=0).astype(np.float64)
         working = np.max([each.working_bytes[1, 0] for each in one]).astype(np.float64)
         again = (seconds[1] - seconds[0]) / count
         rows = (spent + exchanged / count, again, held[0, 0], held[1, 0], held[1, 0] - held[1, 1])
         return (*(np.concatenate([[0.0], np.cumsum(row)]) for row in rows), np.concatenate([[0.0], sent]), np.full(1, working))
+
+
+def _members(units: list[tuple[int, ...]], used: int, width: int) -> tuple[int, ...]:
+    """Returns the devices of a stage that takes the first `width` of the last `used` units."""
+    first = len(units) - used
+    return tuple(itertools.chain.from_iterable(units[first : first + width]))

@@ -1,8 +1,10 @@
-"""What a search has tried: every draft is evaluated once, counted against the budget, and the best are kept."""
+"""The problem of a search, and the drafts it has tried: each is evaluated once, counted against the budget."""
 
 from __future__ import annotations
 
 import math
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,16 +13,17 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rlplace.budget import Budget
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Pipeline, Strategy
 from rlplace.strategy.costs import BlockCosts, Cut
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor.evaluate import DraftEvaluator
+from rlplace.strategy.executor.meshes import room_bytes
+from rlplace.strategy.search.cuts import Balance
 from rlplace.strategy.search.space import Space
 
-_TOLD = 32
+_REPORTED = 32
 """Evaluations between calls of `Progress`."""
 
 Progress = Callable[[int, float], None]
@@ -29,16 +32,16 @@ Progress = Callable[[int, float], None]
 
 @dataclass(frozen=True, eq=False)
 class SearchProblem:
-    """What is asked: the quickest step that processes so many samples.
+    """The problem: the quickest step that processes so many samples.
 
     Attributes:
-        scores: What drafts take, on which cluster, for which model.
+        scores: Step times of drafts of one model on one cluster.
         batch: Samples a step.
-        space: What may be chosen.
-        devices: Which devices may be used; None: all.
+        space: Allowed strategies.
+        devices: Devices that may be used; None: all.
         settings: Fields of a strategy that drafts do not have: how its parts make up the loss of a batch.
         layouts: For a cut over a tensor group the layout word of each module, by block, as it is priced; None: not written.
-        why_not: Why a draft cannot run, for example an engine's `why_not`, which gives None where it can; None: all can. Which
+        why_not: Explains why a draft cannot run, or returns None, for example an engine's `why_not`; None: all can. Which
             blocks of a stage recompute or offload makes no difference to it, only whether some do.
     """
 
@@ -69,7 +72,7 @@ class SearchProblem:
 
     @property
     def costs(self) -> BlockCosts:
-        """What blocks cost."""
+        """Costs of blocks."""
         return self.scores.costs
 
     @property
@@ -79,11 +82,13 @@ class SearchProblem:
 
     @cached_property
     def room_bytes(self) -> tuple[float, ...]:
-        """What every device has for a plan; inf where nobody says."""
-        return tuple(
-            math.inf if device.memory_bytes is None else float(device.memory_bytes - device.reserved_bytes)
-            for device in self.cluster.devices
-        )
+        """Capacity of every device without its reserved bytes; inf without a limit."""
+        return room_bytes(self.cluster)
+
+    @cached_property
+    def balance(self) -> Balance:
+        """Balanced stages."""
+        return Balance(self.costs, self.cluster)
 
 
 class OutOfBudgetError(Exception):
@@ -92,7 +97,7 @@ class OutOfBudgetError(Exception):
 
 @dataclass(frozen=True)
 class Tried:
-    """A draft and what it takes; ordered by what fits first, then by time, else by the bytes that are missing.
+    """A draft and its score.
 
     Attributes:
         draft: The draft.
@@ -108,23 +113,21 @@ class Tried:
 
     @property
     def fits(self) -> bool:
-        """Whether it can be a plan."""
+        """True where it can be a plan."""
         return self.over_bytes == 0 and math.isfinite(self.step_s)
 
     @property
     def key(self) -> tuple[float, float]:
-        """Smaller is better."""
-        if math.isinf(self.step_s):
-            return math.inf, math.inf
-        return self.over_bytes, self.step_s
+        """Sort key: what fits first, by time; then by missing bytes."""
+        return (math.inf, math.inf) if math.isinf(self.step_s) else (self.over_bytes, self.step_s)
 
 
 class Tries:
     """Evaluates drafts within a budget; its seconds run from the beginning.
 
     Attributes:
-        question: What is asked.
-        budget: Evaluations and seconds allowed, and those used.
+        problem: The problem.
+        calls: Evaluations so far.
         best: The best so far; None before the first.
         reasons: Why drafts were refused, with how many there were of each.
         timed: Whether the clock may end the search.
@@ -132,42 +135,38 @@ class Tries:
 
     def __init__(
         self,
-        question: SearchProblem,
+        problem: SearchProblem,
         *,
-        calls: int | None = None,
+        calls: float | None = None,
         time_limit_s: float | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.question = question
-        self.budget = Budget(calls, time_limit_s)
-        self._progress = progress
+        self.problem, self.calls, self.timed = problem, 0, True
         self.best: Tried | None = None
-        self.reasons: dict[str, int] = {}
-        self.timed = True
+        self.reasons: Counter[str] = Counter()
+        self._progress = progress
+        self._most = math.inf if calls is None else calls
+        self._limit_s = math.inf if time_limit_s is None else time_limit_s
+        self._end_s = time.monotonic() + self._limit_s
         self._known: dict[Draft, Tried] = {}
         self._runs: dict[object, str | None] = {}
 
-    def within(self, question: SearchProblem, part: float) -> Tries:
-        """Tries of another question with a part of the budget that is left; the caller adds their calls."""
-        own = Tries(question, time_limit_s=max(self.budget.left_s(), 0.0) * part)
-        own.budget.calls = (self.budget.calls - self.budget.used) * part
-        return own
-
-    @property
-    def calls(self) -> int:
-        """Evaluations so far."""
-        return self.budget.used
+    def within(self, problem: SearchProblem, part: float) -> Tries:
+        """Returns tries of another problem with a part of the budget that is left; the caller adds their calls."""
+        left_s = max(self._end_s - time.monotonic(), 0.0) * part
+        return Tries(problem, calls=(self._most - self.calls) * part, time_limit_s=left_s)
 
     def left(self) -> bool:
-        """Returns whether there is budget for another evaluation; the clock ends only what is `timed` and has something that
-        fits.
-        """
-        return self.calls < self.budget.calls and (not self.timed or not self.fitting() or self.budget.left_s() > 0.0)
+        """Returns whether the budget allows another evaluation; the clock ends only what is `timed` and fits."""
+        return self.calls < self._most and (not self.timed or not self.fitting() or time.monotonic() < self._end_s)
 
     def end_by_time(self, least: float) -> None:
-        """From now on the clock may end the search where something fits; this part of the seconds is left for it at least."""
+        """Lets the clock end the search from now on where something fits, after this part of the seconds at least."""
         self.timed = True
-        self.budget.start_clock(max(self.budget.left_s(), least * self.budget.seconds))
+        if math.isfinite(self._end_s):
+            now = time.monotonic()
+            self._limit_s = max(self._end_s - now, least * self._limit_s)
+            self._end_s = now + self._limit_s
 
     def fitting(self) -> bool:
         """Returns whether something fits."""
@@ -179,38 +178,39 @@ class Tries:
         return self.best.step_s if self.best is not None and self.best.fits else math.inf
 
     def spent(self) -> float:
-        """Returns the part of the budget that is spent; of calls and seconds the larger. 0 without a budget."""
-        return self.budget.share()
+        """Returns the spent part of the budget, the larger of calls and seconds; 0 without a budget."""
+        left = 1.0 if math.isinf(self._end_s) else (self._end_s - time.monotonic()) / max(self._limit_s, 1e-9)
+        return max(self.calls / self._most, 1.0 - left)
 
     def known(self) -> list[Tried]:
-        """Returns all that were evaluated, the best first."""
+        """Returns everything that was evaluated, the best first."""
         return sorted(self._known.values(), key=lambda tried: tried.key)
 
     def refused(self, draft: Draft) -> str | None:
         """Explains why space, costs or engine exclude a draft, or it contradicts itself; the reason is counted."""
         reason = self._reason(draft)
         if reason is not None:
-            self.reasons[reason] = self.reasons.get(reason, 0) + 1
+            self.reasons[reason] += 1
         return reason
 
     def _reason(self, draft: Draft) -> str | None:
-        question = self.question
-        if (key := question.space.forbids(draft)) is not None:
+        problem = self.problem
+        if (key := problem.space.forbids(draft)) is not None:
             return f"space: {key}"
         cuts = {place.cut(size) for one in draft.pipelines for place in one.places for size in one.microbatch}
-        if why := next((why for cut in cuts if (why := question.costs.why_not(cut)) is not None), None):
+        if why := next((why for cut in cuts if (why := problem.costs.why_not(cut)) is not None), None):
             return why
-        if question.why_not is None:
+        if problem.why_not is None:
             return None
         if (look := tuple(map(_look, draft.pipelines))) not in self._runs:
             try:
-                self._runs[look] = question.why_not(draft)
+                self._runs[look] = problem.why_not(draft)
             except InputError as error:  # it is no strategy at all
                 self._runs[look] = str(error)
         return self._runs[look]
 
     def score(self, draft: Draft) -> Tried:
-        """What a draft takes; one that is refused takes for ever.
+        """Returns the score of a draft; inf seconds where it is refused.
 
         Raises:
             OutOfBudgetError: It is not known yet, and nothing is left.
@@ -222,15 +222,14 @@ class Tries:
         else:
             if not self.left():
                 raise OutOfBudgetError
-            self.budget.used += 1
-            if self._progress is not None and self.calls % _TOLD == 0:
+            self.calls += 1
+            if self._progress is not None and self.calls % _REPORTED == 0:
                 self._progress(self.calls, self.best_s)
             try:
-                tried = Tried(draft, *self.question.scores.score(draft))
+                tried = Tried(draft, *self.problem.scores.score(draft))
             except InputError as error:  # the schedule cannot run so many stages or micro-batches
-                reason = str(error)
-                self.reasons[reason] = self.reasons.get(reason, 0) + 1
-                tried = Tried(draft, math.inf, 0.0, reason)
+                self.reasons[str(error)] += 1
+                tried = Tried(draft, math.inf, 0.0, str(error))
         self._known[draft] = tried
         if self.best is None or tried.key < self.best.key:
             self.best = tried
@@ -238,6 +237,6 @@ class Tries:
 
 
 def _look(draft: Draft) -> object:
-    """What an engine tells drafts of one pipeline apart by."""
+    """Returns what an engine distinguishes drafts of one pipeline by."""
     chosen = [frozenset(zip(draft.recompute[a:b], draft.offload[a:b], strict=True)) for a, b in pairwise(draft.bounds)]
     return (draft.bounds, draft.places, draft.place_of_stage, draft.microbatch, draft.microbatches, draft.schedule, *chosen)

@@ -1,13 +1,9 @@
 """Uniform strategies: every place has the same axes, every block the same choices; stages are balanced by their time.
 
 For each set of devices (all, those of some kinds, the first few of them), number of places and stages, degrees, level,
-micro-batch and schedule there is one draft; how much it recomputes is found by `rlplace.strategy.search.fit`. A bound says what
-no draft can beat, an estimate what it will take about, with the recomputation that memory asks for.
-
-In which order uniform strategies are tried, and what is left out.
-
-They are what practice writes into configuration files, so searched through they are the floor for everything else. Those that
-may fit come first, the quickest by an estimate before others; what has a bound above the best so far is left out.
+micro-batch and schedule there is one draft, the form of most configuration files; `rlplace.strategy.search.fit` finds its
+recomputation. Each has a bound, which no draft of it can beat, and an estimate of its step with the recomputation that memory
+asks for. Those that may fit come first, the lowest estimate before others; a bound above the best so far excludes a strategy.
 """
 
 from __future__ import annotations
@@ -21,18 +17,25 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from rlplace.plan.schedule import SCHEDULES
-from rlplace.strategy.costs import BACKWARD_PASS, RECOMPUTE
+from rlplace.strategy.costs import BACKWARD_PASS, RECOMPUTE, Floats
 from rlplace.strategy.drafts import KINDS, Draft, Mesh, plain_draft
 from rlplace.strategy.search.cuts import Balance
-from rlplace.strategy.search.fit import fitted
-from rlplace.strategy.search.savings import Floats, estimates, exchange_s, in_flight, inside_s
-from rlplace.strategy.search.shapes import Shape, device_sets, equal_shares, shapes, stage_order, unlike_shares
+from rlplace.strategy.search.fit import estimates, exchange_s, fitted, in_flight, inside_s
+from rlplace.strategy.search.shapes import Shape, device_sets, equal_shares, shapes, unlike_shares
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import SearchProblem, Tried, Tries
 
 MOST_UNEVEN = 8
 """Like replicas among which a batch that does not divide is shared all the same."""
+
+FEW = 32
+"""Devices of a cluster of which all sets are tried from the beginning."""
+
+TURN = 3
+"""Options by their estimates for each one by its family."""
+
+RIVALS = 4
+"""Drafts of every kind with one dimension that are evaluated before all others, so that a plan can name its rivals."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,13 @@ class Option:
     """A uniform strategy.
 
     Attributes:
-        shape: All but its micro-batches.
+        shape: Everything but its micro-batches.
         sizes: Samples of a micro-batch, as in drafts; so is `counts`.
         counts: Micro-batches of a replica.
         bound_s: Seconds of compute that it cannot beat.
-        expected_s: Seconds that it takes by an estimate.
-        short_bytes: What is missing on a device where blocks recompute all that they may and nothing is offloaded, by an
-            estimate; below 0 where there is room.
+        expected_s: Estimate of its seconds.
+        short_bytes: Estimate of bytes missing on a device where blocks recompute as much as they may and nothing is offloaded;
+            below 0 where there is room.
     """
 
     shape: Shape
@@ -57,16 +60,16 @@ class Option:
     short_bytes: float
 
     def key(self) -> tuple[float, float]:
-        """What is tried first is smaller."""
+        """Returns its place in the order of tries."""
         return max(self.short_bytes, 0.0), self.expected_s
 
     def draft(self, balance: Balance) -> Draft:
-        """With places and balanced stages; nothing runs again."""
+        """Returns it with places and balanced stages, without recomputation."""
         return _draft(self.shape, self.sizes, self.counts, balance)
 
 
 class _Spread(NamedTuple):
-    """How a batch is spread over replicas and micro-batches, as drafts say it; where stages begin; see `Option.bound_s`."""
+    """A batch spread over replicas and micro-batches, as in drafts; first blocks of stages; see `Option.bound_s`."""
 
     sizes: tuple[int, ...]
     counts: tuple[int, ...]
@@ -75,40 +78,35 @@ class _Spread(NamedTuple):
 
 
 class Options:
-    """The uniform strategies of one question; what they have in common is looked at once.
+    """The uniform strategies of one problem; what they have in common is computed once."""
 
-    Args:
-        question: What is asked.
-        balance: Of its blocks.
-    """
-
-    def __init__(self, question: SearchProblem, balance: Balance) -> None:
-        self._question, self._balance = dataclasses.replace(question, space=_runnable(question)), balance
+    def __init__(self, problem: SearchProblem) -> None:
+        self._problem, self._balance = dataclasses.replace(problem, space=_runnable(problem)), problem.balance
         self._spreads: dict[object, list[_Spread]] = {}
         self._sums: dict[object, tuple[Floats, float]] = {}
         self._rooms: dict[object, tuple[Floats, Floats]] = {}
 
     def every(self, sets: Iterable[tuple[int, ...]] | None = None, kinds: Collection[str] | None = None) -> Iterator[Option]:
-        """Yields every one on these sets of devices and of these kinds (None: all), be it too large for the memory."""
-        question = self._question
-        for devices in device_sets(question.cluster) if sets is None else sets:
-            if question.devices is not None and not set(devices) <= set(question.devices):
+        """Yields every one on these sets of devices and of these kinds (None: all), whether it fits or not."""
+        problem = self._problem
+        for devices in device_sets(problem.cluster) if sets is None else sets:
+            if problem.devices is not None and not set(devices) <= set(problem.devices):
                 continue
-            for shape in shapes(question, devices):
+            for shape in shapes(problem, devices):
                 if kinds is None or shape.kind in kinds:
                     yield from self._of(shape)
 
     def _of(self, shape: Shape) -> Iterator[Option]:
         """Yields one option for each way to spread the batch over a shape's replicas and micro-batches."""
-        order, split = stage_order(shape.places, shape.schedule, shape.chunks), _splits(shape)
-        key = (shape.devices, shape.places, shape.axes.data_degree, shape.axes.cut(1), order, split, shape.axes.sharding > 1)
+        axes, order = shape.axes, shape.order
+        key = (shape.devices, shape.places, axes.data_degree, axes.cut(1), order, shape.splits, axes.sharding > 1)
         if key not in self._spreads:
-            self._spreads[key] = [*self._equal(shape, order, split), *self._unlike(shape)]
+            self._spreads[key] = [*self._equal(shape, order), *self._unlike(shape)]
         for spread in self._spreads[key]:
             yield Option(shape, spread.sizes, spread.counts, spread.bound_s, *self._estimate(shape, spread, order))
 
     def _estimate(self, shape: Shape, spread: _Spread, order: tuple[int, ...]) -> tuple[float, float]:
-        """`Option.expected_s` and `Option.short_bytes`."""
+        """Returns `Option.expected_s` and `Option.short_bytes`."""
         count = max(spread.counts)
         running, working = self._running(shape, spread)
         at = running[:, spread.bounds]
@@ -124,33 +122,27 @@ class Options:
         return max(passes_s, times * float(exchanged_s.max())), float((short - spare).max())
 
     def _running(self, shape: Shape, spread: _Spread) -> tuple[Floats, float]:
-        """Running sums over blocks, float64 [6, B + 1], and bytes that a pass holds for a moment.
+        """Returns running sums over blocks, float64 [6, B + 1], and working bytes of a pass.
 
-        Bytes held all step, kept of a micro-batch, of these saved by running again; seconds of a micro-batch for that, and for
+        Bytes held all step, kept of a micro-batch, of these saved by recomputation; seconds of a micro-batch for that, and for
         collectives inside blocks; seconds to exchange weights and gradients once.
         """
-        question, size, count = self._question, max(spread.sizes), max(spread.counts)
+        problem, size, count = self._problem, max(spread.sizes), max(spread.counts)
         kinds = self._balance.kinds(shape.devices, shape.places)[0]
-        key = shape.axes, kinds, size, shape.places > 1, count > 1, _splits(shape)
+        key = shape.axes, kinds, size, shape.places > 1, count > 1, shape.splits
         if key not in self._sums:
             draft = _draft(shape, spread.sizes, spread.counts, self._balance)
-            allowed = [(number, 0) for number, word in enumerate(RECOMPUTE) if question.space.allows("recompute", word)]
-            seconds, held = estimates(question, draft, 0, allowed or [(0, 0)])
-            passes, place = question.costs.passes(min(kinds), shape.axes.cut(size)), draft.places[0]
+            allowed = [(number, 0) for number, word in enumerate(RECOMPUTE) if problem.space.allows("recompute", word)]
+            seconds, held = estimates(problem, draft, 0, allowed or [(0, 0)])
+            passes, place = problem.costs.passes(min(kinds), shape.axes.cut(size)), draft.places[0]
             kept = held[1]
-            if _splits(shape):  # a micro-batch is held until its gradients of weights are there
+            if shape.splits:  # a micro-batch is held until its gradients of weights are there
                 kept = np.maximum(kept, passes.halved_bytes.min(axis=0))
             least = kept.argmin(axis=0)[None]
             spare = kept[0] - np.take_along_axis(kept, least, axis=0)[0]
             again_s = (np.take_along_axis(seconds, least, axis=0)[0] - seconds[0]) / count
-            rows = [
-                held[0, 0],
-                kept[0],
-                spare,
-                again_s,
-                inside_s(question, place, passes).sum(axis=0),
-                exchange_s(question, place),
-            ]
+            inside = inside_s(problem, place, passes).sum(axis=0)
+            rows = [held[0, 0], kept[0], spare, again_s, inside, exchange_s(problem, place)]
             running = np.cumsum(np.pad(rows, ((0, 0), (1, 0))), axis=1)
             self._sums[key] = running, float(passes.working_bytes[BACKWARD_PASS].min(axis=0).max())
         return self._sums[key]
@@ -159,38 +151,39 @@ class Options:
         """Returns float64 [P], bytes of the smallest device of every place, and of the largest."""
         key = shape.devices, shape.places
         if key not in self._rooms:
-            rooms = np.array([self._question.room_bytes[device] for device in shape.devices]).reshape(shape.places, -1)
+            rooms = np.array([self._problem.room_bytes[device] for device in shape.devices]).reshape(shape.places, -1)
             self._rooms[key] = rooms.min(axis=1), rooms.max(axis=1)
         return self._rooms[key]
 
-    def _equal(self, shape: Shape, order: tuple[int, ...], split: bool) -> Iterator[_Spread]:
-        question, balance = self._question, self._balance
+    def _equal(self, shape: Shape, order: tuple[int, ...]) -> Iterator[_Spread]:
+        """Yields spreads with all replicas alike."""
+        problem, balance, axes = self._problem, self._balance, shape.axes
         kinds = balance.kinds(shape.devices, shape.places)
-        for sizes, counts in equal_shares(question.batch, shape.axes.data_degree, question.space):
-            if sizes[0] > 1 and shape.axes.context > 1 and question.space.context is None:
+        for sizes, counts in equal_shares(problem.batch, axes.data_degree, problem.space):
+            if sizes[0] > 1 and axes.context > 1 and problem.space.context is None:
                 continue  # more replicas of fewer samples exchange less
-            if not balance.can_cut(shape.axes.cut(sizes[0])):
+            if not balance.can_cut(axes.cut(sizes[0])):
                 continue
-            stages = balance.stages(kinds, shape.axes.cut(sizes[0]), order)
+            stages = balance.stages(kinds, axes.cut(sizes[0]), order)
             # In a chain the first micro-batch passes all stages, and the slowest place sets the pace; gradients of weights,
             # less than two thirds of a backward, may fill that time.
-            first_s = 0.5 * stages.total_s if split else stages.total_s
+            first_s = 0.5 * stages.total_s if shape.splits else stages.total_s
             paced_s = counts[0] * stages.total_s / shape.places
-            if shape.chunks == 1 and not split:
+            if shape.chunks == 1 and not shape.splits:
                 paced_s = stages.paced_s(counts[0])
             yield _Spread(sizes, counts, stages.bounds, max(first_s, paced_s))
 
     def _unlike(self, shape: Shape) -> Iterator[_Spread]:
-        """For unlike devices, and for few replicas among which the batch does not divide."""
-        question, balance = self._question, self._balance
-        axes, degree = shape.axes, shape.axes.data_degree
+        """Yields spreads for unlike devices, and for few replicas among which the batch does not divide."""
+        problem, balance, axes = self._problem, self._balance, shape.axes
+        degree = axes.data_degree
         unlike = any(len(own) > 1 for own in balance.kinds(shape.devices, shape.places))
-        uneven = question.batch % degree and degree <= MOST_UNEVEN
-        size = max(1, question.batch // degree)
+        uneven = problem.batch % degree and degree <= MOST_UNEVEN
+        size = max(1, problem.batch // degree)
         if degree == 1 or axes.context > 1 or not (unlike or uneven) or not balance.can_cut(axes.cut(size)):
             return
         pace_s = balance.replicas_s(_draft(shape, (size,), (1,), balance))
-        for sizes, counts in unlike_shares(question.batch, pace_s, question.space, axes.sharding > 1):
+        for sizes, counts in unlike_shares(problem.batch, pace_s, problem.space, axes.sharding > 1):
             if all(balance.can_cut(axes.cut(size)) for size in set(sizes)):
                 draft = _draft(shape, sizes, counts, balance)
                 taken_s = balance.replicas_s(draft) * np.array(counts)
@@ -203,62 +196,44 @@ def _holds(order: tuple[int, ...]) -> Floats:
     return np.eye(max(order) + 1)[list(order)]
 
 
-def _splits(shape: Shape) -> bool:
-    """Returns whether gradients of weights are made later than others."""
-    return shape.schedule is not None and SCHEDULES[shape.schedule].splits_backward
-
-
 def _draft(shape: Shape, sizes: tuple[int, ...], counts: tuple[int, ...], balance: Balance) -> Draft:
     width = len(shape.devices) // shape.places
     starts = range(0, len(shape.devices), width)
     places = [dataclasses.replace(shape.axes, devices=shape.devices[start : start + width]) for start in starts]
-    order = stage_order(shape.places, shape.schedule, shape.chunks)
-    bounds = balance.stages(balance.kinds(shape.devices, shape.places), shape.axes.cut(min(sizes)), order).bounds
-    return plain_draft(bounds, places, order, microbatch=sizes, microbatches=counts, schedule=shape.schedule)
+    bounds = balance.stages(balance.kinds(shape.devices, shape.places), shape.axes.cut(min(sizes)), shape.order).bounds
+    return plain_draft(bounds, places, shape.order, microbatch=sizes, microbatches=counts, schedule=shape.schedule)
 
 
-def _runnable(question: SearchProblem) -> Space:
+def _runnable(problem: SearchProblem) -> Space:
     """Returns the space, without axes that it leaves open and the engine refuses in any strategy."""
-    closed: dict[str, tuple[int, ...]] = {}
-    drafts = {
-        axis: plain_draft((0, len(question.costs.names)), [place])
-        for axis, place in (
-            ("none", Mesh((0, 1), replicate=2)),
-            ("context", Mesh((0, 1), context=2)),
-            ("expert", Mesh((0, 1), shard=2, expert=2, sharding=1)),
-        )
+    meshes = {
+        "none": Mesh((0, 1), replicate=2),
+        "context": Mesh((0, 1), context=2),
+        "expert": Mesh((0, 1), shard=2, expert=2, sharding=1),
     }
-    if question.why_not is not None and question.why_not(drafts.pop("none")) is None:
-        refused = [axis for axis, draft in drafts.items() if question.why_not(draft) is not None]
-        closed = {axis: (1,) for axis in refused if getattr(question.space, axis) is None}
-    return msgspec.structs.replace(question.space, **closed)
+    drafts = {axis: plain_draft((0, len(problem.costs.names)), [mesh]) for axis, mesh in meshes.items()}
+    closed: dict[str, tuple[int, ...]] = {}
+    if problem.why_not is not None and problem.why_not(drafts.pop("none")) is None:
+        refused = [axis for axis, draft in drafts.items() if problem.why_not(draft) is not None]
+        closed = {axis: (1,) for axis in refused if getattr(problem.space, axis) is None}
+    return msgspec.structs.replace(problem.space, **closed)
 
 
-FEW = 32
-"""Devices of a cluster of which all sets are looked at from the beginning."""
-
-TURN = 3
-"""Options by their estimates for each one by its family."""
-
-RIVALS = 4
-"""Drafts of every kind with one dimension that are evaluated before all others, so that an answer can name its rivals."""
-
-
-def try_rivals(tries: Tries, options: Sequence[Option], balance: Balance) -> Iterator[Tried | None]:
+def try_rivals(tries: Tries, options: Sequence[Option]) -> Iterator[Tried | None]:
     """Yields the first `RIVALS` of every kind with one dimension, as they fit; None for those that do not.
 
     Raises:
-        OutOfBudgetError: The budget ended before all were looked at.
+        OutOfBudgetError: The budget ended before.
     """
     rivals = dict.fromkeys(KINDS, 0)
     for option in options:
         if rivals.get(option.shape.kind, RIVALS) < RIVALS:
             rivals[option.shape.kind] += 1
-            yield fitted(tries, option.draft(balance))
+            yield fitted(tries, option.draft(tries.problem.balance))
 
 
-def try_uniform(tries: Tries, options: Sequence[Option], balance: Balance) -> Iterator[Tried | None]:
-    """Uniform strategies as they fit; None for those that do not. What cannot beat the best is left out; raises likewise.
+def try_uniform(tries: Tries, options: Sequence[Option]) -> Iterator[Tried | None]:
+    """Yields uniform strategies as they fit, None for those that do not, if they may beat the best; raises likewise.
 
     The lowest estimates come first, and every `TURN`-th time the first of the next family, a family being of one kind, tensor
     and pipeline degree and micro-batch size.
@@ -267,22 +242,21 @@ def try_uniform(tries: Tries, options: Sequence[Option], balance: Balance) -> It
     for option in options:
         shape = option.shape
         families.setdefault((shape.kind, shape.axes.tensor, shape.places, max(option.sizes)), option)
-    firsts, looked_at = list(families.values()), set[int]()
+    firsts, seen = list(families.values()), set[int]()
     for number, option in enumerate(options):
         for one in [option, *firsts[number // TURN :][: number % TURN == 0]]:
-            if id(one) not in looked_at:
-                looked_at.add(id(one))
+            if id(one) not in seen:
+                seen.add(id(one))
                 if one.bound_s < tries.best_s:
-                    yield fitted(tries, one.draft(balance), tries.best_s)
+                    yield fitted(tries, one.draft(tries.problem.balance), tries.best_s)
 
 
-def by_sets(question: SearchProblem, balance: Balance) -> tuple[list[Option], list[Option], Callable[[], list[Option]]]:
-    """Returns options in the order of `Option.key`; made when asked for: the last.
+def by_sets(problem: SearchProblem) -> tuple[list[Option], list[Option], Callable[[], list[Option]]]:
+    """Returns options in the order of `Option.key`: the first, those of kinds with one dimension, and a maker of the rest.
 
-    To begin with, those of kinds with one dimension, and all others. In large clusters the first leave no device of a kind out
-    unless it leaves out all: the rest takes longer, mostly.
+    In large clusters the first leave no device of a kind out unless they leave out all: the rest takes longer, mostly.
     """
-    cluster, sets, every = question.cluster, device_sets(question.cluster), Options(question, balance).every
+    cluster, sets, every = problem.cluster, device_sets(problem.cluster), Options(problem).every
     kind = [one.name for one in cluster.kinds]
     whole = [own for own in sets if len(own) == sum(map(kind.count, {kind[device] for device in own}))]
     if cluster.num_devices <= FEW:

@@ -1,4 +1,4 @@
-"""What blocks cost: the one thing that executor, memory and search know about a model.
+"""Costs of blocks, the only knowledge of executor, memory and search about a model.
 
 Axes: B blocks in model order. A *pass* is one micro-batch through a block on one device of its tensor group. The numbers come
 from the captured ops (`rlplace.strategy.blocks.price`) or, in tests, from a generator.
@@ -19,27 +19,27 @@ Floats = NDArray[np.float64]
 Bytes = NDArray[np.int64]
 
 NONE, SELECTIVE, FULL = range(3)
-"""What runs again in the backward; index of axis R."""
+"""Recomputation in the backward; indices of axis R."""
 
 RECOMPUTE = ("none", "selective", "full")
 
 COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_gather", "reduce_scatter", "all_to_all")
-"""Of axis K: those of the tensor group, two of the context group, and that of the expert group."""
+"""Axis K: collectives of the tensor group, two of the context group, and one of the expert group."""
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, CONTEXT_GATHER, CONTEXT_SCATTER, EXPERT_ALL_TO_ALL = range(7)
 """Indices of axis K."""
 
 FORWARD_PASS, BACKWARD_PASS, STAGE_END, WITH_GRADIENTS = range(4)
-"""Passes of a block; the last two are backwards, too: where a stage ends behind the block, so that a buffer has the gradients
-that come in; and with the gradients of the block's own weights as they are made."""
+"""Passes of a block; the last two are backwards, too: where a stage ends behind the block, so that a buffer has the incoming
+gradients; and with the gradients of the block's own weights as they are made."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How one pass of a block is cut.
+    """The parts of one pass of a block.
 
     Attributes:
-        samples: Of the micro-batch of one replica.
+        samples: Samples of the micro-batch of one replica.
         tensor: Tensor-parallel degree.
         sequence_parallel: Whether activations between tensor-parallel parts are split along the sequence.
         context: Context-parallel degree: parts of the sequence.
@@ -59,22 +59,20 @@ class PassCosts:
 
     Attributes:
         forward_s: float64 [B], seconds of the forward, collectives apart.
-        backward_s: float64 [B], seconds of the whole backward without anything that runs again.
-        weight_s: float64 [B], the part of `backward_s` that makes gradients of weights, which split schedules put off.
-        again_s: float64 [R, B], forward seconds that run again in the backward.
-        kept_bytes: int64 [R, B], kept from the forward to the backward of one micro-batch, the block's input included unless it
-            is the output of the block before, which counts there.
-        working_bytes: int64 [4, R, B], the most that a pass holds for a moment on top of what is kept before and after, by
-            `FORWARD_PASS`, `BACKWARD_PASS`, `STAGE_END` and `WITH_GRADIENTS`; where ops run again, what they keep is part of
-            the backward's.
-        sent_bytes: int64 [B], what later blocks read of what this and earlier ones made: the bytes that a stage border behind
-            this block sends forward; 0 for the last.
+        backward_s: float64 [B], seconds of the whole backward without recomputation.
+        weight_s: float64 [B], the part of `backward_s` for gradients of weights, which split schedules delay.
+        again_s: float64 [R, B], seconds of recomputation.
+        kept_bytes: int64 [R, B], saved activations of one micro-batch, the block's input included unless it is the output of
+            the block before, which counts there.
+        working_bytes: int64 [4, R, B], peak of a pass beyond saved activations, by `FORWARD_PASS`, `BACKWARD_PASS`, `STAGE_END`
+            and `WITH_GRADIENTS`; recomputed activations are part of the backward's.
+        sent_bytes: int64 [B], bytes that a stage border behind this block sends forward; 0 for the last.
         returned_bytes: int64 [B], gradients that the same border sends back.
-        halved_bytes: int64 [R, B], kept from the first half of a split backward to the second, in place of `kept_bytes`:
-            gradients that weight gradients are made from come to it, what comes after the last weight goes.
+        halved_bytes: int64 [R, B], saved from the first half of a split backward to the second, in place of `kept_bytes`: with
+            the gradients from which those of weights are computed, without activations behind the last weight.
         collective_bytes: float64 [2, K, B], bytes of the whole tensors that the groups move, by pass and kind; of an
             all-to-all of experts those of one device.
-        collective_calls: float64 [2, K, B], in so many calls.
+        collective_calls: float64 [2, K, B], number of calls.
     """
 
     forward_s: Floats
@@ -95,7 +93,7 @@ class PassCosts:
 
 @dataclass(frozen=True, eq=False)
 class HeldCosts:
-    """What one device of a tensor group holds of every block between steps, nothing sharded.
+    """State of every block on one device of a tensor group between steps, nothing sharded.
 
     A tied weight counts in every block that reads it.
 
@@ -103,8 +101,7 @@ class HeldCosts:
         weight_bytes: int64 [B], parameters and buffers.
         gradient_bytes: int64 [B].
         optimizer_bytes: int64 [B], optimizer state and master weights.
-        expert_bytes: int64 [3, B], how much of these three belongs to experts that are spread over an expert group; 0 where the
-            expert degree is 1.
+        expert_bytes: int64 [3, B], the part of these three of experts that an expert group spreads; 0 where its degree is 1.
         gradient_item: Bytes of an element in which gradients are exchanged between replicas, over those of `gradient_bytes`.
     """
 
@@ -120,7 +117,7 @@ class HeldCosts:
 
 @dataclass(frozen=True)
 class Tie:
-    """A weight that several blocks hold: copies with a summed gradient where stages part them.
+    """A weight of several blocks: copies with a summed gradient where they are on several stages.
 
     Attributes:
         blocks: Numbers of the blocks.
@@ -136,7 +133,7 @@ class Tie:
 
 
 class BlockCosts(Protocol):
-    """What a model costs on the device kinds of a cluster.
+    """Costs of a model on the device kinds of a cluster.
 
     Attributes:
         names: B module paths in model order.
@@ -165,18 +162,15 @@ class BlockCosts(Protocol):
         ...
 
     def held(self, tensor: int = 1, expert: int = 1) -> HeldCosts:
-        """What one device holds at these degrees."""
+        """Returns the state that one device holds at these degrees."""
         ...
 
     def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> Floats:
-        """Returns float64 [B], seconds of the optimizer step of whole blocks; a share takes its part of it.
-
-        A tied weight counts in every block that reads it.
-        """
+        """Returns float64 [B], seconds of the optimizer step of whole blocks; a tied weight counts in every block."""
         ...
 
 
 def kind_numbers(costs: BlockCosts, cluster: Cluster) -> list[int]:
-    """Returns index into the kinds of the costs, for every device of a cluster."""
+    """Returns the index into the kinds of the costs of every device of a cluster."""
     number = {name: kind for kind, name in enumerate(costs.kinds)}
     return [number[kind.name] for kind in cluster.kinds]

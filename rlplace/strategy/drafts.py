@@ -15,7 +15,7 @@ from rlplace.plan.strategy import Pipeline, Stage, Strategy
 from rlplace.strategy.costs import RECOMPUTE, Cut
 
 OFFLOAD = ("none", "optimizer", "all")
-"""What of a block lives in host memory."""
+"""Parts of a block in host memory."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Draft:
         microbatch: Samples of a pass: one entry, or one a replica.
         microbatches: Passes a step: likewise.
         schedule: Name of a schedule for chains; None with one stage.
-        beside: Other pipelines over all blocks on other devices, unlike this one; all else that is said here is of the first.
+        beside: Further pipelines over all blocks on other devices. All other fields describe the first.
     """
 
     bounds: tuple[int, ...]
@@ -80,7 +80,7 @@ class Draft:
 
     @property
     def pipelines(self) -> tuple[Draft, ...]:
-        """Each on its own."""
+        """Each pipeline on its own."""
         return (dataclasses.replace(self, beside=()), *self.beside) if self.beside else (self,)
 
     @property
@@ -139,7 +139,7 @@ class Draft:
         )
 
     def strategy(self, names: Sequence[str]) -> Strategy:
-        """With the names of the blocks, and checked; raises as `pipeline` does."""
+        """Returns the strategy with the names of the blocks, and checked; raises as `pipeline` does."""
         return Strategy(self.batch, tuple(one.pipeline(names) for one in self.pipelines))
 
     def _stage(self, index: int, names: Sequence[str]) -> Stage:
@@ -167,9 +167,7 @@ def plain_draft(
     microbatches: tuple[int, ...] = (1,),
     schedule: str | None = None,
 ) -> Draft:
-    """Returns a draft in which nothing runs again and nothing is offloaded; without an order a stage has the place of its
-    number.
-    """
+    """Returns a draft without recomputation and offload; without an order a stage has the place of its number."""
     nothing, order = bytes(bounds[-1]), range(len(places)) if order is None else order
     return Draft(bounds, tuple(places), tuple(order), nothing, nothing, microbatch, microbatches, schedule)
 
@@ -208,17 +206,15 @@ def draft_of(pipeline: Pipeline, names: Sequence[str]) -> Draft:
 
 
 KINDS = ("one device", "data parallel", "fully sharded", "tensor parallel", "pipeline")
-"""Kinds that have one dimension; others are named after all that they have."""
+"""Kinds with one dimension; other kinds are named after all of theirs."""
 
 UNLIKE = "unlike pipelines"
 """Kind of several pipelines."""
 
 
 def kind_of(draft: Draft) -> str:
-    """What people call a strategy."""
-    if draft.beside:
-        return UNLIKE
-    return kind_named(draft.stages, draft.places)
+    """Returns the name of a draft's kind, for people."""
+    return UNLIKE if draft.beside else kind_named(draft.stages, draft.places)
 
 
 _WORDS = {

@@ -20,8 +20,7 @@ from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.costs import FULL, NONE, SELECTIVE, Cut
 from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor.evaluate import DraftEvaluator
-from rlplace.strategy.layouts.layouts import LayoutSearch
-from rlplace.strategy.layouts.tensor_layout import divided, tensor_parts
+from rlplace.strategy.layouts.tensor_layout import LayoutSearch, divided, tensor_parts
 from rlplace.strategy.search.op_level import evaluate_ops
 from tests.captured import MODELS as SPECS
 from tests.captured import captured

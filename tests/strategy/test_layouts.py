@@ -15,7 +15,7 @@ from rlplace.model.graph.rescale import rescale
 from rlplace.model.zoo import load_model
 from rlplace.strategy.blocks.blocks import find_blocks
 from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS
-from rlplace.strategy.layouts.layouts import LayoutSearch
+from rlplace.strategy.layouts.tensor_layout import LayoutSearch
 
 BATCH, SEQUENCE, HIDDEN, WIDTH, VOCABULARY = 3, 24, 64, 96, 128
 STREAM_BYTES = 4 * BATCH * SEQUENCE * HIDDEN

@@ -96,7 +96,7 @@ class _Module:
             yield from child.parameters(f"{prefix}{name}.")
 
     def elements(self) -> dict[str, _Module]:
-        """Those of a list of modules that hold parameters."""
+        """Returns the elements of a list of modules that hold parameters."""
         return {name: child for name, child in self.children.items() if name.isdigit() and any(child.parameters())}
 
     def has_list(self) -> bool:
@@ -129,9 +129,7 @@ def _repeats(elements: dict[str, _Module]) -> bool:
 
 
 def _opens(elements: dict[str, _Module], path: str, graph: OpGraph, forward: list[int], inputs: list[list[int]]) -> bool:
-    """Returns whether elements that differ are stages of layers that repeat and run one after another, as in convolutional
-    nets.
-    """
+    """Returns whether unlike elements are stages of layers that repeat in sequence, as in convolutional nets."""
     for name, element in elements.items():
         pending = [(f"{path}.{name}" if path else name, element)]
         while pending:

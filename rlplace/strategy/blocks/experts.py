@@ -1,16 +1,15 @@
-"""The experts of a captured model, and how its ops are cut when an expert group spreads them over its devices.
+"""Layouts over an expert group, which spreads experts over its devices, and over a context group, which cuts the sequence.
 
 Experts are products that read one weight for all of them, cut by expert: torch's and transformers' grouped products, whose rows
 a router has sorted. Every device of an expert group holds some experts and works on the tokens of all devices that chose them:
 on average as many as it had itself, but on the busiest one `IMBALANCE` times as many. A tensor group inside of it divides its
 tokens, which all of its devices have, instead of the experts' matrices, as torchtitan does (its `ReordererSequenceParallel`).
 
-How a pass is cut when a context group divides the sequence: all ops work on a part of it, attention gathers keys and values.
-
-That is what torch's `context_parallel` does: fused attention gathers the keys and values of all devices (its default method,
-"allgather") in the forward and again in the backward, and passes their gradients round the group in fp32, which moves what a
-reduce-scatter moves. A device has two parts, one from each half of the sequence, so that a causal mask leaves everybody equal
-work. What runs along the sequence is known from the capture (`rlplace.strategy.layouts.forward_ops`).
+In a context group all ops work on a part of the sequence, as in torch's `context_parallel`: fused attention gathers the keys
+and values of all devices (its default method, "allgather") in the forward and again in the backward, and passes their gradients
+round the group in fp32, which moves as much as a reduce-scatter. A device has two parts, one from each half of the sequence, so
+that a causal mask leaves all devices equal work. The capture has the dimensions along the sequence
+(`rlplace.strategy.layouts.forward_ops`).
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ IMBALANCE = 1.1
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """What is spread.
+    """The experts of a captured step.
 
     Attributes:
-        counts: Parameter to how many experts it holds, along its first axis.
+        counts: Number of experts along the first axis of each parameter.
         routed: bool [N], forward and backward ops that work on sorted tokens.
-        products: int64, those that read or write weights of experts.
-        sent: By module of experts, the op and tensor that tokens are sent to experts as, and those that come back.
-        outputs: Tensors that routed ops make and others read; the first of every module is its output.
+        products: int64, ops that read or write weights of experts.
+        sent: By module of experts, op and tensor of the tokens that are sent to experts, and of those that come back.
+        outputs: Tensors from routed ops to others; the first of every module is its output.
     """
 
     graph: OpGraph
@@ -73,12 +72,9 @@ class Experts:
         return f"expert degree {degree} does not divide {self.most} experts" if self.most % degree else None
 
     def spread(self, layout: TensorLayout | None, cut: Cut, of_op: NDArray[np.int32]) -> TensorLayout:
-        """Returns a layout in which an expert group holds the experts.
+        """Returns a layout in which an expert group spreads the experts, from that of the tensor group (None: one device).
 
-        Args:
-            layout: Of the tensor group; None where it is one device.
-            cut: The degrees.
-            of_op: int32 [N], block of every op.
+        `of_op` is int32 [N], the block of every op.
         """
         graph, rows = self.graph, cut.tensor
         layout = layout or _whole(graph)
@@ -142,7 +138,7 @@ def find_experts(graph: OpGraph) -> Experts:
 
 
 def _ends(graph: OpGraph, first: int, last: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """What the first product of some experts reads, and what the last one makes."""
+    """Returns the first product of some experts with its input, and the last one with its output."""
     read = graph.edge_tensor[(graph.consumers == first) & (graph.tensor_role[graph.edge_tensor] != PARAMETER)]
     made = np.flatnonzero(graph.tensor_producer == last)
     ahead, back = (int(values[np.argmax(graph.tensor_bytes[values])]) for values in (read, made))
@@ -180,12 +176,9 @@ def why_no_context(ops: ForwardOps, degree: int) -> str | None:
 
 
 def context_layout(ops: ForwardOps, degree: int, routed: NDArray[np.bool_]) -> TensorLayout:
-    """Returns the layout of a step over a context group.
+    """Returns the layout of a step, which `why_no_context` allows, over a context group of `degree` devices.
 
-    Args:
-        ops: Of the captured step; `why_no_context` has no reason.
-        degree: Devices of the group.
-        routed: bool [N], ops that work on the tokens of experts.
+    `routed` is bool [N], ops that work on the tokens of experts.
     """
     graph, indices = ops.graph, ops.indices
     op_parts, tensor_parts = (np.ones(count, dtype=np.int32) for count in (graph.num_ops, graph.num_tensors))
@@ -213,13 +206,7 @@ def context_layout(ops: ForwardOps, degree: int, routed: NDArray[np.bool_]) -> T
 
 
 def gathered_bytes(graph: OpGraph, layout: TensorLayout, tensor_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns int64 [N], keys and values of the whole sequence that ops have for a moment.
-
-    Args:
-        graph: The captured step.
-        layout: Of a context group.
-        tensor_bytes: int64 [T], of the whole sequence.
-    """
+    """Returns int64 [N], bytes of the gathered keys and values of ops; `tensor_bytes` is int64 [T], of the whole sequence."""
     size = np.zeros(graph.num_ops, dtype=np.int64)
     for item in layout.collectives:
         if (item.kind, item.when) == (CONTEXT_GATHER, FORWARD_PASS):
@@ -230,7 +217,7 @@ def gathered_bytes(graph: OpGraph, layout: TensorLayout, tensor_bytes: NDArray[n
 
 
 def _exchanges(ops: ForwardOps, op: int) -> list[LayoutCollective]:
-    """What a context group sends for an attention."""
+    """Returns the collectives of a context group for an attention."""
     graph, rows = ops.graph, set(_rows(ops, op))
     queries: list[int] = []
     keys: list[int] = []
@@ -249,7 +236,7 @@ def _exchanges(ops: ForwardOps, op: int) -> list[LayoutCollective]:
 
 
 def _attention(ops: ForwardOps) -> list[int]:
-    """Fused attention along a sequence."""
+    """Returns the ops of fused attention along a sequence."""
     return [op for op in np.flatnonzero(ops.searched).tolist() if ops.graph.op_kind[op] == "attention" and _rows(ops, op)]
 
 

@@ -1,4 +1,4 @@
-"""What a model costs op by op: what the op-level expansion of a strategy knows, beside the costs of its blocks.
+"""Costs of a model op by op, for the op-level expansion of a strategy, beside the costs of its blocks.
 
 Axes: N forward and backward ops, T tensors. Updates are those of the blocks.
 """
@@ -96,7 +96,7 @@ class OpCosts(BlockCosts, Protocol):
         ...
 
     def pass_ops(self, kind: int, cut: Cut, split: bool) -> PassOps:
-        """What they take on a device of that kind.
+        """Returns their times and sizes on a device of that kind.
 
         Raises:
             InputError: `why_not` has a reason.
@@ -105,9 +105,7 @@ class OpCosts(BlockCosts, Protocol):
 
 
 def slowest(passes: list[PassOps]) -> PassOps:
-    """Returns every op as slow and every tensor as large as in the worst of some passes: of devices that wait for each
-    other.
-    """
+    """Returns every op as slow and every tensor as large as in the worst of some passes, of devices in lockstep."""
     if len(passes) == 1:
         return passes[0]
     seconds, temporary, sizes = (
@@ -120,13 +118,9 @@ def slowest(passes: list[PassOps]) -> PassOps:
 
 
 def captured_step(graph: OpGraph, origin: NDArray[np.int32], blocks: Blocks, lives: Lives) -> StepOps:
-    """Returns ops and tensors of a step.
+    """Returns ops and tensors of a captured step, whole or with weight gradients apart.
 
-    Args:
-        graph: The captured step, or the same with weight gradients apart.
-        origin: int32 [N], which captured op each of its ops is (a part of).
-        blocks: Of the captured step.
-        lives: Likewise.
+    `origin` is int32 [N], the captured op that each op is (a part of); `blocks` and `lives` are those of the captured step.
     """
     tensor, reader = graph.edge_tensor.astype(np.int64), graph.consumers.astype(np.int64)
     read = (graph.op_phase[reader] != UPDATE) & ~plain_views(graph)[reader]
@@ -153,12 +147,12 @@ def captured_step(graph: OpGraph, origin: NDArray[np.int32], blocks: Blocks, liv
 
 
 def halved_bytes(step: StepOps, tensor_bytes: Bytes, kept_bytes: Bytes) -> Bytes:
-    """What is kept from the first half of a split backward to the second: int64 [R, B], as `kept_bytes` [R, B].
+    """Returns int64 [R, B], bytes kept from the first half of a split backward to the second.
 
     Args:
         step: Ops with weight gradients apart.
         tensor_bytes: int64 [T].
-        kept_bytes: From the forward to the backward.
+        kept_bytes: int64 [R, B], from the forward to the backward.
     """
     maker, count = np.maximum(step.producer[step.tensor], 0), kept_bytes.shape[1]
     size = np.where((step.producer >= 0) & ~step.is_gradient, tensor_bytes, 0)
@@ -194,14 +188,7 @@ def _retained(graph: OpGraph, tensor: NDArray[np.int64], reader: NDArray[np.int6
 def captured_collectives(
     graph: OpGraph, layout: TensorLayout, tensor_bytes: Bytes, origin: NDArray[np.int32]
 ) -> Iterator[TensorCollective]:
-    """What a group sends in a pass.
-
-    Args:
-        graph: The captured step.
-        layout: How it is cut.
-        tensor_bytes: int64 [T], of tensors that this layout does not cut.
-        origin: See `captured_step`.
-    """
+    """Yields the collectives of a layout's group in a pass; `tensor_bytes` is int64 [T], not cut by this layout."""
     number = np.searchsorted(origin, [item.op for item in layout.collectives]).tolist()
     for op, item in zip(number, layout.collectives, strict=True):
         made_here = graph.tensor_producer[item.tensor] == item.op
@@ -211,13 +198,13 @@ def captured_collectives(
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """The ops of some blocks, which stand for those of all M ops of a graph that is known at one or two batch sizes.
+    """The ops of some blocks, which represent all M ops of a graph that is known at one or two batch sizes.
 
     Attributes:
         graphs: Those ops, at each of these batch sizes.
         captured: int64 [N'], which op of the captured graph each of them is (a part of).
         tensors: int64 [T'], likewise; numbers past the captured tensors carry no bytes.
-        stand_in: int64 [M], which of them stands for each op.
+        stand_in: int64 [M], the one that represents each op.
     """
 
     graphs: tuple[OpGraph, ...]
@@ -229,13 +216,13 @@ class Sample:
     def of(
         graphs: Sequence[OpGraph], blocks: Blocks, first: NDArray[np.int64], origin: NDArray[np.int32] | None = None
     ) -> Sample:
-        """Returns the ops of blocks that stand for others.
+        """Returns the ops of blocks that represent others.
 
         Args:
             graphs: Of M ops.
             blocks: Of the captured graph.
-            first: int64 [B], the block that stands for each block; its ops are the same, in the same order.
-            origin: int32 [M], which captured op each op is a part of; None: they are the captured ones.
+            first: int64 [B], the block that represents each block; its ops are the same, in the same order.
+            origin: int32 [M], the captured op that each op is a part of; None: they are the captured ones.
         """
         origin = np.arange(graphs[0].num_ops, dtype=np.int32) if origin is None else origin
         block = blocks.of_op[origin]

@@ -1,7 +1,7 @@
-"""What the blocks of a captured model cost on the devices of a cluster: `BlockCosts` from ops, dimensions and liveness.
+"""`BlockCosts` of a captured model on the devices of a cluster, from ops, dimensions and lifetimes.
 
 Times are those of the ops (`rlplace.cost.price`), memory is that of their tensors (`rlplace.strategy.blocks.lives`), at any
-batch size and for any device kind; what is known of a cut is kept.
+batch size and for any device kind; results are cached by cut.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlplace.cost.scaled import base_name
 from rlplace.cost.table import CostTable, KindCosts
 from rlplace.errors import InputError
 from rlplace.model.capture.weight_gradients import part_times, split_weight_gradients
-from rlplace.model.graph.opgraph import BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph, with_causal_attention
+from rlplace.model.graph.opgraph import BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph, Parameter, with_causal_attention
 from rlplace.model.graph.rescale import affine
 from rlplace.strategy.blocks.blocks import Blocks, find_blocks
 from rlplace.strategy.blocks.experts import IMBALANCE, context_layout, find_experts, gathered_bytes, why_no_context
@@ -39,8 +39,15 @@ from rlplace.strategy.blocks.op_costs import (
     representatives,
 )
 from rlplace.strategy.costs import COLLECTIVE_KINDS, Cut, Floats, HeldCosts, PassCosts, Tie
-from rlplace.strategy.layouts.layouts import LayoutSearch
-from rlplace.strategy.layouts.tensor_layout import VOCABULARY, TensorLayout, moved_by, plain_word, shares, tensor_parts
+from rlplace.strategy.layouts.tensor_layout import (
+    VOCABULARY,
+    LayoutSearch,
+    TensorLayout,
+    moved_by,
+    plain_word,
+    shares,
+    tensor_parts,
+)
 
 T = TypeVar("T")
 
@@ -50,12 +57,12 @@ class _Sized:
     """The model at a batch size and cut.
 
     Attributes:
-        whole: Ops that stand for all, with their kernels.
+        whole: Representatives of all ops, with their kernels.
         halves: The same with weight gradients apart.
-        first: int64 [B], the block that stands for each block.
+        first: int64 [B], the representative of each block.
         tensor_bytes: int64 [T], of tensors of the captured graph on one device.
         temporary_bytes: int64 [N], likewise of its ops.
-        moved_bytes: For each layout int64 [T], what its groups move of tensors.
+        moved_bytes: For each layout int64 [T], bytes of tensors as its groups move them.
         memory: Of one device.
         seconds: float64 [N] by device kind, as far as known.
     """
@@ -134,13 +141,11 @@ class PricedBlocks:
             self._at(cut)
         except InputError as error:
             return str(error)
-        return None if self._only is None or cut.tensor == 1 else self._why_unlike(cut, self._only)
-
-    def _why_unlike(self, cut: Cut, runs: Mapping[str, str]) -> str | None:
-        """Explains why the layout that is priced is not the one that the runtime has; None where it is."""
-        layout = self._layout(cut)
-        priced = {path: plain_word(word) for path, word in (layout.modules if layout is not None else {}).items()}
-        for path in [*priced, *(path for path in runs if path not in priced)]:
+        layout, runs = self._layout(cut), self._only
+        if runs is None or layout is None or cut.tensor == 1:
+            return None
+        priced = {path: plain_word(word) for path, word in layout.modules.items()}
+        for path in dict.fromkeys((*priced, *runs)):
             word, own = priced.get(path, "whole"), runs.get(path, "whole")
             # Where the degree does not divide a vocabulary, or another name of the table is laid out, both leave it whole.
             if word != own and word != "sequence" and not (word == "whole" and own == VOCABULARY):
@@ -149,9 +154,6 @@ class PricedBlocks:
 
     def modules(self, cut: Cut) -> Mapping[str, Mapping[str, str]]:
         """Returns the layout word of each module that a tensor group cuts, by name of its block."""
-        return self._once(("modules", cut.tensor, cut.sequence_parallel), lambda: self._modules(cut))
-
-    def _modules(self, cut: Cut) -> dict[str, dict[str, str]]:
         layout, found = self._layout(cut), dict[str, dict[str, str]]()
         block_of = dict(zip(self.graph.op_module, self.blocks.of_op.tolist(), strict=True))
         for path, word in () if layout is None else layout.modules.items():
@@ -167,9 +169,8 @@ class PricedBlocks:
         return self._once(("pass", kind, cut), lambda: self._pass(kind, cut))
 
     def held(self, tensor: int = 1, expert: int = 1) -> HeldCosts:
-        """What one device holds at these degrees."""
-        cut = self._whole(tensor, expert)
-        own = self._experts.counts if expert > 1 else ()
+        """Returns the state that one device holds at these degrees."""
+        cut, own = self._whole(tensor, expert), self._experts.counts if expert > 1 else ()
         return self._once(("held", tensor, expert), lambda: _held(self.graph, self.blocks, self._layout(cut), own))
 
     def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> Floats:
@@ -186,7 +187,7 @@ class PricedBlocks:
         return self._once(("step", split), lambda: captured_step(*self._ops(split), self.blocks, self._lives))
 
     def pass_ops(self, kind: int, cut: Cut, split: bool) -> PassOps:
-        """What they take; see `rlplace.strategy.blocks.op_costs.OpCosts`."""
+        """Returns their times and sizes; see `rlplace.strategy.blocks.op_costs.OpCosts`."""
         self._allowed(cut)
         found, (graph, origin) = self._at(cut), self._ops(split)
         layouts = zip(self._layouts(cut), found.moved_bytes, strict=True)
@@ -196,11 +197,6 @@ class PricedBlocks:
             tensor_bytes=np.pad(found.tensor_bytes, (0, graph.num_tensors - len(found.tensor_bytes))),
             collectives=tuple(item for pair in layouts for item in captured_collectives(self.graph, *pair, origin)),
         )
-
-    def _halved_bytes(self, found: _Sized) -> NDArray[np.int64]:
-        step = self.step_ops(True)
-        sizes = np.pad(found.tensor_bytes, (0, len(step.producer) - len(found.tensor_bytes)))
-        return _most(halved_bytes(step, sizes, found.memory.kept_bytes), self.classes)
 
     def _ops(self, split: bool) -> tuple[OpGraph, NDArray[np.int32]]:
         """Returns the captured graph, or that with weight gradients apart, and which captured op each op is a part of."""
@@ -225,9 +221,10 @@ class PricedBlocks:
         _, _, is_weight, origin = self._samples(self._layouts(cut))
         weight = self._half_seconds(kind, cut) * is_weight
         moved = np.zeros((2, 2, len(COLLECTIVE_KINDS), len(self.names)))
-        for layout, sizes in zip(self._layouts(cut), found.moved_bytes, strict=True):
-            moved += moved_by(layout, sizes, len(self.names))
-        phase, memory = self.graph.op_phase, found.memory
+        for layout, whole in zip(self._layouts(cut), found.moved_bytes, strict=True):
+            moved += moved_by(layout, whole, len(self.names))
+        phase, memory, step = self.graph.op_phase, found.memory, self.step_ops(True)
+        sizes = np.pad(found.tensor_bytes, (0, len(step.producer) - len(found.tensor_bytes)))
         return PassCosts(
             forward_s=self._totals(found, of_op, seconds * (phase == FORWARD)),
             backward_s=self._totals(found, of_op, seconds * ((phase != FORWARD) & (phase != UPDATE))),
@@ -237,7 +234,7 @@ class PricedBlocks:
             working_bytes=_most(memory.working_bytes, self.classes),
             sent_bytes=memory.sent_bytes,
             returned_bytes=memory.returned_bytes,
-            halved_bytes=self._halved_bytes(found),
+            halved_bytes=_most(halved_bytes(step, sizes, memory.kept_bytes), self.classes),
             collective_bytes=moved[0],
             collective_calls=moved[1],
         )
@@ -261,7 +258,7 @@ class PricedBlocks:
             raise InputError(f"blocks: {reason}")
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` makes, or the error it ends with, found once."""
+        """Returns the result of `make`, or raises its error, computed once."""
         if key not in self._kept:
             try:
                 self._kept[key] = make()
@@ -307,8 +304,8 @@ class PricedBlocks:
         return np.maximum(values, 0)
 
     def _samples(self, layouts: tuple[TensorLayout, ...]) -> tuple[Sample, Sample, NDArray[np.bool_], NDArray[np.int32]]:
-        """Returns ops that stand for all, also with weight gradients apart; of these all, which they are and what each is part
-        of.
+        """Returns representatives of ops, whole and with weight gradients apart; which of all halves are weight gradients, and
+        the op that each is a part of.
         """
 
         def make() -> tuple[Sample, Sample, NDArray[np.bool_], NDArray[np.int32]]:
@@ -361,7 +358,7 @@ class PricedBlocks:
         return found.seconds[kind]
 
     def _priced(self, kind: int, graph: OpGraph, calls: Calls, stand_in: NDArray[np.int64]) -> Floats:
-        """Returns seconds of all ops from those that stand for them; the host issues one after the other."""
+        """Returns times of all ops, copied from their representatives; launches are serial."""
         device = self._kinds[self.kinds[kind]]
         own = self._table.kinds.get(base_name(device.name), KindCosts())
         device_s = times_with(self._table, graph, device, calls, self._host).device_s
@@ -393,29 +390,33 @@ class PricedBlocks:
 
 
 def _most(values: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the largest value of each class for all of its blocks: what neighbours leave behind makes small differences."""
+    """Returns the largest value of each class for all of its blocks, which differ slightly by their neighbours."""
     most = np.stack([values[..., classes == number].max(axis=-1) for number in range(int(classes.max()) + 1)], axis=-1)
     same: NDArray[np.int64] = most[..., classes]
     return same
 
 
 def _held(graph: OpGraph, blocks: Blocks, layout: TensorLayout | None, spread: Collection[int]) -> HeldCosts:
-    """What a device holds; `spread` are the parameters that an expert group spreads."""
+    """Returns the state of a device; `spread` are the parameters that an expert group spreads."""
     parts, experts = np.zeros((2, 3, len(blocks.names)), dtype=np.int64)
     pieces = [1] * len(graph.parameters) if layout is None else layout.parameter_parts.tolist()
     for number, (parameter, count, holders) in enumerate(zip(graph.parameters, pieces, blocks.of_parameter, strict=True)):
-        sizes = np.array([parameter.size_bytes, parameter.gradient_bytes, parameter.optimizer_bytes], dtype=np.int64)
-        parts[:, list(holders)] += shares(sizes, count)[:, None]
+        own = shares(_state_bytes(parameter), count)[:, None]
+        parts[:, list(holders)] += own
         if number in spread:
-            experts[:, list(holders)] += shares(sizes, count)[:, None]
+            experts[:, list(holders)] += own
     return HeldCosts(parts[0].copy(), parts[1].copy(), parts[2].copy(), experts)
 
 
 def _ties(graph: OpGraph, blocks: Blocks) -> tuple[Tie, ...]:
-    """Shared weights, those of the same blocks as one."""
+    """Returns shared weights, those of the same blocks as one."""
     sizes: dict[tuple[int, ...], NDArray[np.int64]] = {}
     for parameter, holders in zip(graph.parameters, blocks.of_parameter, strict=True):
         if len(holders) > 1:
-            own = np.array([parameter.size_bytes, parameter.gradient_bytes, parameter.optimizer_bytes], dtype=np.int64)
-            sizes[holders] = sizes.get(holders, np.zeros(3, dtype=np.int64)) + own
+            sizes[holders] = sizes.get(holders, 0) + _state_bytes(parameter)
     return tuple(Tie(holders, *map(int, total)) for holders, total in sizes.items())
+
+
+def _state_bytes(parameter: Parameter) -> NDArray[np.int64]:
+    """Returns bytes of a parameter, its gradient and its optimizer state."""
+    return np.array([parameter.size_bytes, parameter.gradient_bytes, parameter.optimizer_bytes], dtype=np.int64)

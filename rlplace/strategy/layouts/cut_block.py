@@ -1,9 +1,9 @@
-"""How one block is cut over a tensor group: PaSE's dynamic program over the ops and tensors of the block.
+"""The cut of one block over a tensor group: PaSE's dynamic program over the ops and tensors of the block.
 
 Vertices are the block's ops and tensors. An op is whole (every device does all of it) or one of its dimensions is cut into
-`degree` parts. A tensor is whole or cut along one axis; what products with weights read of it may be another copy, which is
-whole where the tensor is cut along the sequence, or whose gradients are partial sums until an all-reduce adds them. Edges cost
-the collectives, forward and backward (`rlplace.strategy.layouts.cut_moves`).
+`degree` parts. A tensor is whole or cut along one axis; a weighted product may read a gathered copy of a sequence-sharded
+tensor, or a copy whose gradients are partial sums until an all-reduce. Edges cost the collectives, forward and backward
+(`rlplace.strategy.layouts.cut_moves`).
 
 Departures from the paper: the degree is given, and every device of the group holds what is whole, so that reading a part of it
 needs no message. The work and the weights that stay whole come first, whatever a link costs; words that travel or stay decide
@@ -43,12 +43,12 @@ from rlplace.strategy.layouts.cut_moves import (
 from rlplace.strategy.layouts.forward_ops import TABLE, ForwardOps
 
 _PRODUCT_OVER_WORDS = 1e4
-"""How much more the smallest product costs than all words of the block."""
+"""Cost of the smallest product over that of all words of the block."""
 
 
 @dataclass(frozen=True)
 class CutBlock:
-    """What is searched; equal blocks compare equal."""
+    """A block to cut; equal blocks compare equal."""
 
     ops: tuple[CutOp, ...]
     values: tuple[CutValue, ...]
@@ -57,7 +57,7 @@ class CutBlock:
 
 @dataclass(frozen=True)
 class BlockCut:
-    """The answer.
+    """The cut of a block.
 
     Attributes:
         dims: By op the dimension that is cut, "" for none.
@@ -117,7 +117,7 @@ def _answer(block: CutBlock, chosen: Sequence[Any]) -> BlockCut:
 
 
 def _layouts(value: CutValue, divisor: int, along_sequence: bool) -> list[int]:
-    """Layouts that a tensor may have."""
+    """Returns layouts that a tensor may have."""
     rows = along_sequence and value.gradient and not value.weight and sum(runs == ROW for runs, _ in value.axes) == 1
     allowed = (FEATURE, ROW) if rows else (FEATURE,)
     axes = [axis for axis, (runs, size) in enumerate(value.axes) if size % divisor == 0 and runs in allowed]
@@ -139,7 +139,7 @@ _Link = tuple[int, int, CutValue, Callable[[Any, Any], "Moves | None"]]
 
 
 def _links(block: CutBlock) -> Iterator[_Link]:
-    """(vertex, vertex, value, what moves between layouts of theirs): ops with what they make and read, tensors with copies."""
+    """Yields vertices, value and moves between their layouts: of ops with outputs and inputs, of tensors with copies."""
     ops, values = block.ops, block.values
     several = set()
     for index, op in enumerate(ops):
@@ -158,28 +158,18 @@ def _links(block: CutBlock) -> Iterator[_Link]:
 
 @dataclass(frozen=True, eq=False)
 class FoundBlock:
-    """A block and where it stands.
+    """A block with its ops and tensors in the graph."""
 
-    Attributes:
-        ops: Forward ops, in the order of `block.ops`.
-        tensors: Tensors, in the order of `block.values`.
-        block: What is searched.
-    """
-
-    ops: tuple[int, ...]
-    tensors: tuple[int, ...]
+    ops: tuple[int, ...]  # forward ops, in the order of `block.ops`
+    tensors: tuple[int, ...]  # in the order of `block.values`
     block: CutBlock
 
 
 def found_blocks(ops: ForwardOps, *, sequence_parallel: bool) -> list[FoundBlock]:
-    """Returns the blocks of a step.
+    """Returns the blocks of a step, from its forward ops; `sequence_parallel`: activations may be cut along the sequence.
 
-    Along the sequence the modules of blocks with two products that may be cut work on parts: they slice the whole activations
-    that other modules (embeddings, say) make, and other modules (norms after the last block, heads) gather what they read.
-
-    Args:
-        ops: Its forward ops.
-        sequence_parallel: Whether activations may be cut along the sequence.
+    Then the modules of blocks with two products that may be cut work on parts: they slice the whole activations that other
+    modules (embeddings, say) make, and other modules (norms after the last block, heads) gather theirs.
     """
     parts = frozenset[int]()
     if sequence_parallel:
@@ -234,7 +224,7 @@ class _Finder:
         return FoundBlock(tuple(ops), tuple(local), CutBlock(cut, tuple(values), self.number in self.parts))
 
     def _place(self, op: int, tensor: int) -> tuple[object, ...]:
-        """Returns order of what an op reads, equal in equal blocks wherever the tensors come from."""
+        """Returns the sort key of an input of an op, equal in equal blocks wherever the tensors come from."""
         graph, forward = self.forward.graph, self.forward
         outside = forward.block_of_op[graph.tensor_producer[tensor]] != self.number
         return int(graph.tensor_role[tensor]), bool(outside), forward.names(op, tensor) or (), tensor
@@ -276,7 +266,7 @@ class _Finder:
         )
 
     def _dims(self, op: int) -> tuple[tuple[str, int], ...]:
-        """What may be cut: features, of weights or along everything that is made; without products and weights rows, too."""
+        """Returns dimensions that may be cut: features of weights or of all outputs; without products and weights rows, too."""
         forward = self.forward
         weights = [forward.names(op, tensor) or () for tensor in forward.weights(op)]
         outputs = [names for tensor in forward.makes[op] if (names := forward.names(op, tensor))]

@@ -1,11 +1,10 @@
-"""What moves where ops and tensors of a block have unlike layouts over a tensor group.
+"""Collectives between unlike layouts of the ops and tensors of a block over a tensor group, and PaSE's elimination.
 
 Collectives stand where torch's parallel modules can put them: before and after modules that multiply by a weight. Nothing whole
 is sliced inside a block, and what a product makes is gathered only where no other product comes after it (logits); along the
 sequence, between products, everything may be gathered and scattered.
 
-PaSE's dynamic program: the option of every vertex that makes a sum of costs least, one vertex eliminated after the other.
-
+PaSE's dynamic program finds the options of vertices with the least sum of costs, eliminating one vertex after the other.
 Elango, "PaSE: Parallelization Strategies for Efficient DNN Training", IPDPS 2021 (arXiv 2407.04001). All costs are tables over
 the options of one or two vertices. Eliminating vertex v adds up all tables that mention v, takes the minimum over v's options
 for every combination of its neighbours, remembers the arg-min, and puts the result back as one table; the neighbours become
@@ -29,7 +28,7 @@ from rlplace.model.graph.indices import Names
 from rlplace.strategy.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BACKWARD_PASS, FORWARD_PASS, REDUCE_SCATTER
 
 SAMPLE, ROW, FEATURE = range(3)
-"""What runs along an axis: samples, which the data axes of a mesh own; other rows of products (the sequence); the rest."""
+"""Contents of an axis: samples, which the data axes of a mesh own; other rows of products (the sequence); the rest."""
 
 WHOLE, SUMMED, PARTIAL = -1, -2, -3
 """Layouts next to axis numbers: whole; whole, the gradients to be summed; to be summed itself."""
@@ -44,12 +43,12 @@ class CutOp:
     """A forward op of a block.
 
     Attributes:
-        work: FLOPs, for a table its bytes; 0 for what is no product.
+        work: FLOPs, for a table its bytes; 0 for other ops.
         weighted: Whether it multiplies by a weight or looks rows of one up.
         dims: Dimensions that may be cut, and their sizes.
-        outputs: Dimensions along what it makes, where it has gradients.
-        reads: Value and names of its axes.
-        makes: Likewise.
+        outputs: Dimensions of its outputs, where it has gradients.
+        reads: Values and names of their axes; so is `makes`.
+        makes: See `reads`.
         ends: Whether no product comes after it and it makes nothing for other blocks.
     """
 
@@ -84,14 +83,14 @@ class CutValue:
 
 
 def enter(value: CutValue, state: int) -> Moves:
-    """What moves between other blocks and an activation that they make."""
+    """Returns moves between other blocks and an activation that they make."""
     if value.made or value.weight:
         return ()
     return _moves(value, WHOLE if value.border is None else value.border, state)
 
 
 def made(op: CutOp, value: CutValue, names: Names, dim: str, state: int) -> Moves | None:
-    """What moves between an op that makes an activation and the activation."""
+    """Returns moves between an op that makes an activation and the activation; None where they do not agree."""
     source = names.index(dim) if dim in names and dim else PARTIAL if dim else WHOLE
     if source >= 0 and state != source and not (state == WHOLE and op.weighted and op.ends):
         return None
@@ -103,14 +102,14 @@ def made(op: CutOp, value: CutValue, names: Names, dim: str, state: int) -> Move
 
 
 def copied(value: CutValue, state: int, copy: int) -> Moves | None:
-    """What moves between a tensor and what products with weights read of it."""
+    """Returns moves between a tensor and the copy that products with weights read; None where they do not agree."""
     if copy >= 0 or (state >= 0 and value.axes[state][0] == FEATURE):
         return () if copy == state else None
     return _moves(value, state, copy)
 
 
 def read(op: CutOp, value: CutValue, names: Names, dim: str, state: int) -> Moves | None:
-    """What moves between a weight or activation and an op that reads it."""
+    """Returns moves between a weight or activation and an op that reads it; None where they do not agree."""
     need = names.index(dim) if dim in names and dim else WHOLE
     summed = need == WHOLE and dim in op.outputs and value.gradient
     if value.weight:
@@ -119,7 +118,7 @@ def read(op: CutOp, value: CutValue, names: Names, dim: str, state: int) -> Move
 
 
 def _moves(value: CutValue, source: int, state: int) -> Moves:
-    """Returns collectives that bring what has the layout `source` into another, and gradients back."""
+    """Returns collectives from the layout `source` to another, and of the gradients back."""
     moves = [(FORWARD_PASS, _collective(source, max(state, WHOLE)))]
     if value.gradient:
         moves.append((BACKWARD_PASS, _collective(PARTIAL if state == SUMMED else state, max(source, WHOLE))))
@@ -136,7 +135,7 @@ def _collective(source: int, target: int) -> int | None:
 
 
 def sent(kind: int, degree: int) -> float:
-    """Of a whole tensor, what a device sends in a collective."""
+    """Returns the part of a whole tensor that a device sends in a collective."""
     share = (degree - 1) / degree
     return 2 * share if kind == ALL_REDUCE else share / degree if kind == ALL_TO_ALL else share
 
@@ -186,7 +185,7 @@ def eliminate(own: Sequence[Floats], ends: Sequence[tuple[int, int]], between: S
 
 
 def _minimum(tables: list[OptionTable], vertex: int, around: list[int]) -> tuple[OptionTable, NDArray[np.intp]]:
-    """Minimum over one vertex's options of a sum of tables, for every combination of its neighbours, and where it is."""
+    """Returns the minimum of a sum of tables over one vertex's options, by options of its neighbours, and where it is."""
     if not around:
         total = _sum(tables, (vertex,))
         return OptionTable((), np.array(total.min())), np.array(total.argmin())

@@ -1,6 +1,6 @@
 """The forward ops of a captured step, as the search for tensor-parallel layouts reads them.
 
-What runs along an axis is told from the graph: dimensions of ops and axes of tensors that run along each other form one class.
+The contents of axes come from the graph: dimensions of ops and axes of tensors that run along each other form one class.
 The class of the first axes of the inputs are samples; other dimensions of products with a weight that do not run along the
 weight are rows (the sequence); what is left can be cut.
 """
@@ -21,14 +21,14 @@ from rlplace.strategy.layouts.cut_moves import FEATURE, ROW, SAMPLE
 
 PRODUCTS = ("gemm", "bmm", "attention", "conv")
 TABLE = "embedding"
-"""Op kinds: those that multiply, and the one that looks rows of a weight up."""
+"""Kinds of ops that multiply, and of the op that looks rows of a weight up."""
 
 
 class ForwardOps:
-    """What is known about the forward ops of a captured step.
+    """The forward ops of a captured step.
 
     Attributes:
-        searched: bool [N], forward ops that do something.
+        searched: bool [N], forward ops but plain views.
         product: bool [N], those that multiply.
         readers: By tensor the searched ops that read it.
         with_gradient: bool [N], searched ops that gradients pass.
@@ -86,11 +86,11 @@ class ForwardOps:
         return self.indices.access.get(tensor, {}).get(op)
 
     def runs(self, op: int, name: str) -> int:
-        """What runs along a dimension of an op: `SAMPLE`, `ROW` or `FEATURE`."""
+        """Returns the contents of a dimension of an op: `SAMPLE`, `ROW` or `FEATURE`."""
         return self._runs.get((True, op, name), ROW)
 
     def runs_along(self, tensor: int, axis: int) -> int:
-        """What runs along an axis of a tensor."""
+        """Returns the contents of an axis of a tensor."""
         return self._runs.get((False, tensor, axis), ROW)
 
     def may_cut(self, op: int) -> bool:
@@ -147,7 +147,7 @@ class ForwardOps:
         return blocks
 
     def _classes(self) -> dict[tuple[bool, int, str | int], int]:
-        """`SAMPLE`, `ROW` or `FEATURE` for (True, op, dimension) and (False, tensor, axis)."""
+        """Returns `SAMPLE`, `ROW` or `FEATURE` for (True, op, dimension) and (False, tensor, axis)."""
         sets, nodes = UnionFind(), set[tuple[bool, int, str | int]]()
         graph, forward = self.graph, [op for op in self.indices.dims if self.searched[op]]
         for op in forward:

@@ -1,18 +1,28 @@
-"""The record of a tensor-parallel layout, put together from the cuts of blocks."""
+"""Tensor-parallel layouts of the blocks of a captured step, for any degree, found from the graph alone.
+
+Every kind of block is searched once by PaSE's dynamic program (`rlplace.strategy.layouts.cut_block`); all cuts together are the
+layout. For transformers that is Megatron's: the products that read the residual stream are cut by columns, heads stay
+together, those that write it are cut by rows, and each half of a block has one all-reduce forward and one backward. Along the
+sequence an all-gather and a reduce-scatter take their place.
+
+Samples belong to the data axes and are never cut, so that a layout found at one batch size holds at all: `rescale` keeps the
+numbers of ops and tensors.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.errors import InputError, whole_number
 from rlplace.model.graph.opgraph import BUFFER, FORWARD, GRADIENT, PARAMETER, UPDATE, OpGraph
 from rlplace.strategy.costs import ALL_GATHER, COLLECTIVE_KINDS, EXPERT_ALL_TO_ALL, FORWARD_PASS, Floats
-from rlplace.strategy.layouts.cut_block import BlockCut, FoundBlock
+from rlplace.strategy.layouts.cut_block import BlockCut, CutBlock, FoundBlock, cut_block, found_blocks
 from rlplace.strategy.layouts.cut_moves import ROW, WHOLE, CutOp
 from rlplace.strategy.layouts.forward_ops import TABLE, ForwardOps
 
@@ -45,7 +55,7 @@ class LayoutCollective:
 
 @dataclass(frozen=True, eq=False)
 class TensorLayout:
-    """How the blocks of a step are cut over a tensor group.
+    """The cut of the blocks of a step over a tensor group.
 
     Attributes:
         degree: Devices of the group.
@@ -53,8 +63,8 @@ class TensorLayout:
         op_dims: Op to the dimension that is cut, named as in the graph's `op_dims` where the op has an entry there.
         tensor_parts: int32 [T], parts of what stays on a device; 1 where a device keeps the whole, gathered or not.
         parameter_parts: int32 [P].
-        collectives: What the group sends in a pass.
-        modules: Path of a module with parameters to layout word; what is left out is whole. "column", "row"; "packed column":
+        collectives: Collectives of the group in a pass.
+        modules: Layout word by path of a module with parameters; other modules are whole. "column", "row"; "packed column":
             several matrices in one, each cut; "gathered column": its output is gathered; "embedding": rows of a table;
             "sequence": works on a part of the sequence; "local": works on what others have cut.
         thin_ops: int64, ops that may be whole, but read or write weights that are cut: those move less.
@@ -70,9 +80,74 @@ class TensorLayout:
     thin_ops: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
-def layout_of(ops: ForwardOps, cuts: Iterable[tuple[FoundBlock, BlockCut | None]], degree: int) -> TensorLayout:
-    """Returns the layout of a step from the cuts of its blocks."""
-    return _Layout(ops, degree).of(cuts)
+class LayoutSearch:
+    """Layouts of one captured step at several degrees.
+
+    Args:
+        graph: Captured in this process at any batch size; the answers hold for `rescale`d graphs, too.
+        block_of_op: int32 [N], block of every forward op. What passes from block to block is whole on every device, or cut
+            along the sequence.
+        only: Paths of modules whose weights may be cut, such as those that a runtime has layouts for; None: all.
+
+    Attributes:
+        ops: The forward ops of the step.
+
+    Raises:
+        InputError: The graph does not say how its ops access tensors.
+    """
+
+    def __init__(self, graph: OpGraph, block_of_op: NDArray[np.int32], only: Collection[str] | None = None) -> None:
+        self.ops = ForwardOps(graph, block_of_op, only)
+        self._blocks: dict[bool, list[FoundBlock]] = {}
+
+    def layout(self, degree: int, *, sequence_parallel: bool = False) -> TensorLayout:
+        """Cuts every block over a tensor group.
+
+        Args:
+            degree: Devices of the group.
+            sequence_parallel: Whether activations between products are cut along the sequence.
+
+        Returns:
+            The layout. A block in which nothing can be cut is whole on every device.
+
+        Raises:
+            InputError: There is none; says why.
+        """
+        whole_number(degree, "tensor_layouts: degree", 2)
+        if sequence_parallel not in self._blocks:
+            self._blocks[sequence_parallel] = found_blocks(self.ops, sequence_parallel=sequence_parallel)
+        found = self._blocks[sequence_parallel]
+        known: dict[CutBlock, BlockCut | None] = {}
+        reasons: list[str] = []
+        for item in found:
+            if item.block not in known:
+                known[item.block] = cut_block(item.block, degree)
+                reasons += self._undivided(item, known[item.block], degree)
+        cut_ops = (op for block, cut in known.items() if cut for op, dim in zip(block.ops, cut.dims, strict=True) if dim)
+        if not reasons and not any(op.weighted for op in cut_ops):
+            reasons.append(f"no product with a weight can be cut into {degree} parts")
+        if reasons:
+            raise InputError(f"tensor_layouts: {reasons[0]}")
+        return _Layout(self.ops, degree).of((item, known[item.block]) for item in found)
+
+    def _undivided(self, item: FoundBlock, cut: BlockCut | None, degree: int) -> Iterator[str]:
+        """Yields dimensions that the best cut would cut if the degree divided them."""
+        ops = self.ops
+        if cut is None:
+            sizes = [value.axes[value.border][1] for value in item.block.values if value.border not in (None, WHOLE)]
+            size = next(size for size in sizes if size % degree)
+            yield f"the sequence of {size} positions cannot be cut into {degree} parts; leave sequence parallelism out"
+            return
+        records = zip(item.ops, item.block.ops, cut.dims, strict=True)
+        whole = [bool(ops.product[op]) and not record.ends and not dim for op, record, dim in records]
+        if not any(whole) or all(size % degree == 0 for record in item.block.ops for _, size in record.dims):
+            return
+        best = cut_block(item.block, degree, any_size=True)
+        for op, left, wanted in zip(item.ops, whole, best.dims if best else (), strict=bool(best)):
+            size = ops.indices.dims.get(op, {}).get(wanted, degree)
+            if left and size % degree:
+                what = "heads" if ops.graph.op_kind[op] == "attention" else "columns or heads"
+                yield f"tensor degree {degree} does not divide the {size} {what} of {ops.graph.op_names[op]}"
 
 
 class _Layout:
@@ -144,7 +219,7 @@ class _Layout:
         return ("packed " if packed else "") + ("gathered " if gathered else "") + "column"
 
     def _pieces(self, tensor: int, axis: int) -> int:
-        """Of an axis of a parameter's storage, the pieces which are each cut (3 for packed queries, keys and values)."""
+        """Returns the pieces of an axis of a parameter's storage that are each cut (3 for packed queries, keys and values)."""
         pieces, rest = 1, list(self.graph.parameters[self.graph.tensor_parameter[tensor]].shape)
         for size in self.ops.indices.axes[tensor][:axis]:
             pieces *= size
@@ -163,7 +238,7 @@ class _Layout:
                         self.op_dims[op] = names[self.axis[tensor]]
 
     def _tensors(self, parameter_parts: NDArray[np.int32]) -> None:
-        """Parts of gradients, and of what only an op and its backward op know."""
+        """Sets parts of gradients, and of tensors that only an op and its backward op use."""
         graph, access = self.graph, self.ops.indices.access
         for tensor in np.flatnonzero((graph.tensor_producer >= 0) & (graph.tensor_bytes > 0)).tolist():
             maker = int(graph.tensor_producer[tensor])

@@ -1,13 +1,13 @@
-"""A whole strategy as ops: what the op-level simulator executes for a draft.
+"""A whole strategy as ops: input of the op-level simulator for a draft.
 
-One device stands for all that do the same at the same time: those of one place in lanes that are alike. It runs, micro-batch by
-micro-batch in the order of its schedule, the ops of its stages as the tensor axis leaves them, slowest device kind and largest
-micro-batch of its lane. Everything that devices tell each other is a collective over all groups of its axis, with the time of
+One device represents all with the same work: those of one place in lanes that are alike. It runs, micro-batch by micro-batch in
+the order of its schedule, the ops of its stages as the tensor axis leaves them, slowest device kind and largest micro-batch of
+its lane. All communication between devices is collectives over all groups of its axis, with the time of
 `rlplace.strategy.executor.traffic`: collectives inside blocks, which their ops wait for; parameters that are gathered and
 gradients that are reduced, block by block beside compute as torch's `fully_shard` does it; buckets of DistributedDataParallel;
-what stages send each other; sums over ties. `rlplace.strategy.executor` states where these start and what waits for them;
+stage transfers; sums over ties. `rlplace.strategy.executor` states where these start and what waits for them;
 compute beside them is slower by `rlplace.cluster.collectives.COMPUTE_SLOWDOWN`. Bytes that are held all step long are those of
-the block executor; activations, what runs again, gathered parameters and gradients are tensors with lifetimes.
+the block executor; activations, recomputation, gathered parameters and gradients are tensors with lifetimes.
 """
 
 from __future__ import annotations
@@ -34,49 +34,45 @@ from rlplace.strategy.executor.rules import WHOLE
 from rlplace.strategy.executor.traffic import Traffic, table_s, tie_exchanges
 from rlplace.strategy.op_level.expand_pass import PassBuild
 from rlplace.strategy.op_level.stage_ops import PassLifetimes, StageOps
-from rlplace.strategy.op_level.step_build import SEND, TIE, UPDATE_RUN, DeviceRun, StepBuild
+from rlplace.strategy.op_level.step_build import SEND, TIE, UPDATE_RUN, DeviceRun, Exchange, StepBuild
 
 
 class LaneBuild:
-    """Adds what the places of one lane run."""
+    """The places of one lane, added to a step."""
 
     def __init__(self, whole: Expansion, number: int, lane: Lane) -> None:
         draft, costs = whole.draft, whole.costs
         self.whole, self.build, self.draft, self.number, self.lane = whole, whole.build, draft, number, lane
         self.rows = placed_blocks(draft, lane, whole.packer)
-        costed = whole.packer.costed
-        kept = [costed.place(place) for place in draft.places]
-        self.meets = [(row[c.MEETS_BLOCKS], row[c.MEETS_COPIES] > 0.0) for row in kept]
-        step = costs.step_ops(whole.split)
-        kind_of = kind_numbers(costs, whole.cluster)
-        self.stages = []
-        for stage, inside in enumerate(whole.ranges):
-            place = draft.place_of_stage[stage]
+        places = map(whole.packer.costed.place, draft.places)
+        self.meets = [(row[c.MEETS_BLOCKS], row[c.MEETS_COPIES] > 0.0) for row in places]
+        step, kind_of = costs.step_ops(whole.split), kind_numbers(costs, whole.cluster)
+        self.stages, self.collective_s = [], []
+        for place, inside in zip(draft.place_of_stage, whole.ranges, strict=True):
             cuts = sorted({(kind_of[device], samples) for samples, devices in lane.replicas[place] for device in devices})
-            cut = draft.places[place].cut
-            passed = slowest([costs.pass_ops(kind, cut(samples), whole.split) for kind, samples in cuts])
+            mesh = draft.places[place]
+            passed = slowest([costs.pass_ops(kind, mesh.cut(samples), whole.split) for kind, samples in cuts])
             self.stages.append(StageOps(step, passed, inside, draft.recompute))
-        self.collective_s = [self._collective_s(stage) for stage in range(draft.stages)]
+            tables, numbers = whole.traffic.tables, whole.traffic.tables_inside(mesh)
+            self.collective_s.append([table_s(tables[numbers[item.kind]], item.size_bytes) for item in passed.collectives])
         self.left = [lane.microbatches] * draft.stages
-        self.arrived: dict[tuple[int, str, int], int] = {}  # what a stage waits for: the op that sends it
+        self.arrived: dict[tuple[int, str, int], int] = {}  # input of a stage: the op that sends it
         self.forward: dict[tuple[int, int], int] = {}  # first op of a forward
         self.halves: dict[tuple[int, int], int] = {}  # of the first half of a backward
         self.lives = cache(lambda stage, kind: self.stages[stage].lifetimes(kind))
 
     def device(self, place: int) -> int:
-        """Returns the device that stands for a place in this lane."""
+        """Returns the device that represents a place in this lane."""
         return self.number * len(self.draft.places) + place
 
     def resident_bytes(self, place: int) -> float:
-        """Returns weights, gradients and optimizer state as far as they are there all step long, and torch's receive
-        buffers.
-        """
+        """Returns weights, gradients and optimizer state that are there all step long, and torch's receive buffers."""
         rows = self.rows[place]
         total = sum(rows[block].static_bytes for block in self.draft.blocks_of(place))
         return total + received_bytes(self.draft, self.lane, rows, place)
 
     def run(self) -> None:
-        """Every place's actions, always one whose input another action has sent."""
+        """Adds every place's actions, always one whose input another action has sent."""
         waiting = [list(reversed(actions)) for actions in stage_actions(self.draft, self.lane.microbatches)]
         while any(waiting):
             ran = False
@@ -91,57 +87,50 @@ class LaneBuild:
             return stage == 0 or (stage, "F", microbatch) in self.arrived
         return kind == "W" or stage == self.draft.stages - 1 or (stage, "B", microbatch) in self.arrived
 
-    def _collective_s(self, stage: int) -> list[float]:
-        """Returns seconds of the collectives inside blocks."""
-        place, traffic = self.draft.places[self.draft.place_of_stage[stage]], self.whole.traffic
-        tables = traffic.tables_inside(place)
-        return [table_s(traffic.tables[tables[item.kind]], item.size_bytes) for item in self.stages[stage].passed.collectives]
-
     def _action(self, place: int, stage: int, kind: str, microbatch: int) -> None:
-        device = self.device(place)
+        device, rows, inside = self.device(place), self.rows[place], self.whole.ranges[stage]
         came = self.arrived.pop((stage, "F" if kind == "F" else "B", microbatch), None) if kind != "W" else None
         if came is not None:
             self.build.waiting[device].append(came)
-        pass_of = PassBuild(self, stage, kind, microbatch)
-        base = pass_of.run()
-        end = self.build.last[device]
+        base = PassBuild(self, stage, kind, microbatch).run()
         sent = -1
         if kind == "F" and stage < self.draft.stages - 1:
-            sent = self._send(
-                stage, stage + 1, "F", microbatch, self.rows[place][self.whole.ranges[stage].stop - 1].sent_bytes, end
-            )
+            sent = self._send(stage, stage + 1, "F", microbatch, rows[inside.stop - 1].sent_bytes)
         if kind in "BI" and stage > 0:
-            size = self.rows[place][self.whole.ranges[stage].start - 1].returned_bytes
-            sent = self._send(stage, stage - 1, "B", microbatch, size, end)
+            sent = self._send(stage, stage - 1, "B", microbatch, rows[inside.start - 1].returned_bytes)
         self._tensors(stage, kind, microbatch, base, sent)
         if kind in "BW":
             self.left[stage] -= 1
             if self.left[stage] == 0 and self.draft.stages > 1:
                 self._exchange(place, stage)
 
-    def _send(self, source: int, target: int, way: str, microbatch: int, size_bytes: float, end: int) -> int:
-        """Hands a tensor to a neighbour; the op that does so."""
+    def _send(self, source: int, target: int, way: str, microbatch: int, size_bytes: float) -> int:
+        """Sends the output of a stage to a neighbour; returns the op, -1 on one place."""
         here, there = (self.draft.place_of_stage[stage] for stage in (source, target))
+        end = self.build.last[self.device(here)]
         if here == there:
             self.arrived[target, way, microbatch] = end
             return -1
         found = self.whole.ways[here, there]
         seconds = found.latency_s + (size_bytes * found.part * found.s_per_byte if size_bytes > 0.0 else 0.0)
         key = (SEND, self.number, source, target, microbatch, int(size_bytes))
-        name = f"send{way}{source}.{target}.{microbatch}@{self.number}"
         channels = [("way", self.number, channel) for channel in found.channels]
-        op = self.build.exchange(key, self.device(here), name, seconds, channels, way, [end])
+        send = Exchange(key, f"send{way}{source}.{target}.{microbatch}@{self.number}", seconds, channels, way)
+        op = self.build.exchange(self.device(here), send, [end])
         self.arrived[target, way, microbatch] = op
         return op
 
     def _tensors(self, stage: int, kind: str, microbatch: int, base: int, sent: int) -> None:
-        """Tensors that end in this part, and those of earlier parts that end in it."""
+        """Adds tensors that end in this part, and those of earlier parts that end in it."""
         ops, build = self.stages[stage], self.build
+        ahead = self.lives(stage, "F")[0]
         if kind == "F":
             self.forward[stage, microbatch] = base
-        if kind == "I":
+        if kind == "I":  # of the forward, tensors that come after the last weight
             self.halves[stage, microbatch] = base
-            self._halved(self.lives(stage, "F")[0], stage, self.forward[stage, microbatch], base)
+            gone = ahead.late & (ahead.half >= 0)
+            size = ops.passed.tensor_bytes[ahead.tensor[gone]]
+            build.tensors(self.forward[stage, microbatch] + ahead.start[gone], size, base + ahead.half[gone])
         for lives in self.lives(stage, kind):
             now = ~lives.late
             start, size, end = base + lives.start, ops.passed.tensor_bytes[lives.tensor], base + lives.end
@@ -149,61 +138,56 @@ class LaneBuild:
                 end = np.where(lives.leaves, sent, end)
             build.tensors(start[now], size[now], end[now])
         if kind in "BW":
-            self._late(self.lives(stage, "F")[0], stage, self.forward.pop((stage, microbatch)), kind, base)
+            self._late(ahead, stage, self.forward.pop((stage, microbatch)), kind, base)
         if kind == "W":
             for lives in self.lives(stage, "I"):
                 self._late(lives, stage, self.halves[stage, microbatch], "I", base)
 
-    def _halved(self, lives: PassLifetimes, stage: int, first: int, base: int) -> None:
-        """What the first half of a split backward frees: tensors of the forward that come after the last weight."""
-        gone = lives.late & (lives.half >= 0)
-        size = self.stages[stage].passed.tensor_bytes[lives.tensor[gone]]
-        self.build.tensors(first + lives.start[gone], size, base + lives.half[gone])
-
     def _late(self, lives: PassLifetimes, stage: int, first: int, kind: str, base: int) -> None:
-        """Tensors of an earlier part; what the first half of a split backward has left of the forward ends with the second."""
+        """Adds tensors of an earlier part; those of the forward that the first half leaves end with the second."""
         late, ops = lives.late & ((lives.half < 0) | (kind != "W")), self.stages[stage]
         start, size = first + lives.start[late], ops.passed.tensor_bytes[lives.tensor[late]]
         end = lives.end[late] if kind != "W" else np.full(int(late.sum()), len(ops.part("W").op) - 1)
         self.build.tensors(start, size, base + end)
 
     def _exchange(self, place: int, stage: int) -> None:
-        """Gradients of a stage of a pipeline, after its last backward: reduced block by block, copies beside that."""
+        """Adds the exchange of gradients after the last backward: reduced block by block, copies beside that."""
         build, device = self.build, self.device(place)
-        before, copied = build.last[device], -1
+        before = build.last[device]
         for block in reversed(self.whole.ranges[stage]):
             row = self.rows[place][block]
             if row.keeping != WHOLE:
-                reduced = self.reduce(place, block, row, "", [before], hold=True)
-                copied = self.copy(place, block, row, "", [reduced])
-                before = reduced
-                build.waiting[device] += [reduced, copied]
+                before = self.reduce(place, block, row, "", [before], hold=True)
+                build.waiting[device] += [before, self.copy(place, block, row, "", [before])]
 
     def reduce(
         self, place: int, block: int, row: PlacedBlock, when: str, after: list[int], times: float = 1.0, *, hold: bool = False
     ) -> int:
+        """Adds the reduction of a block's gradient; returns the op."""
         key, name = ("reduce", place, block, when), f"reduce{when}.{block}@{self.device(place)}"
         held = int(row.buffer_bytes) if hold else 0
-        return self.build.exchange(key, self.device(place), name, row.reduce_s * times, [("shard", place)], "B", after, held)
+        one = Exchange(key, name, row.reduce_s * times, [("shard", place)], "B", held)
+        return self.build.exchange(self.device(place), one, after)
 
     def copy(self, place: int, block: int, row: PlacedBlock, when: str, after: list[int], times: float = 1.0) -> int:
+        """Adds the sum of a block's gradient over copies; returns the op, or the first before it where there are none."""
         if row.copies_s == 0.0:
             return after[0]
         key, name = ("copies", place, block, when), f"copies{when}.{block}@{self.device(place)}"
         channels = [(axis, place) for axis in ("replicate", *(["shard"] if self.meets[place][1] else []))]
-        return self.build.exchange(key, self.device(place), name, row.copies_s * times, channels, "B", after)
+        return self.build.exchange(self.device(place), Exchange(key, name, row.copies_s * times, channels, "B"), after)
 
 
 @dataclass(frozen=True, eq=False)
 class ExpandedDraft:
-    """What the op-level simulator runs for a draft.
+    """A draft as the op-level simulator runs it.
 
     Attributes:
         problem: A group a device; all micro-batches are ops of their own.
-        order: What each device runs, in order.
-        stands_for: For each device of `problem` those of the cluster that it stands for.
-        runs: What its devices run beside collectives with one another.
-        exchanges: For each of its collectives what it is, see `rlplace.strategy.op_level.step_build.SEND`.
+        order: Ops of each device, in order.
+        stands_for: For each device of `problem` those of the cluster that it represents.
+        runs: Ops of its devices beside collectives with one another.
+        exchanges: For each of its collectives its key, see `rlplace.strategy.op_level.step_build.SEND`.
     """
 
     problem: Problem
@@ -220,7 +204,7 @@ def expand_draft(
 
     Args:
         draft: The draft.
-        costs: What ops take.
+        costs: Costs of ops.
         cluster: Where it runs.
         traffic: Of the cluster, where it is known.
         named: Ops have the names of captured ops, for people.
@@ -234,7 +218,7 @@ def expand_draft(
 
 
 def tasks_of(draft: Draft, costs: OpCosts) -> int:
-    """About how many ops `expand_draft` makes of a draft whose lanes are alike."""
+    """Returns about how many ops `expand_draft` makes of a draft whose lanes are alike."""
     ops = len(costs.step_ops(splits(draft)).phase) + 4 * len(costs.names)
     return ops * max(draft.microbatches)
 
@@ -245,7 +229,7 @@ def splits(draft: Draft) -> bool:
 
 
 def _alike(draft: Draft, cluster: Cluster) -> list[list[Lane]]:
-    """Returns lanes by what they do: as many micro-batches, as large, on as quick devices."""
+    """Returns lanes by their work: as many micro-batches, as large, on as quick devices."""
     found: dict[object, list[Lane]] = {}
     for lane in lanes(draft):
         looks = tuple(
@@ -257,7 +241,7 @@ def _alike(draft: Draft, cluster: Cluster) -> list[list[Lane]]:
 
 
 class Expansion:
-    """Lowers one draft."""
+    """One draft on its way to ops."""
 
     def __init__(self, draft: Draft, costs: OpCosts, cluster: Cluster, traffic: Traffic, named: bool) -> None:
         self.draft, self.costs, self.cluster, self.traffic, self.named = draft, costs, cluster, traffic, named
@@ -269,7 +253,8 @@ class Expansion:
         self.build = StepBuild(len(self.lanes) * len(draft.places))
 
     def expanded(self) -> ExpandedDraft:
-        draft, resident, stands_for, update = self.draft, [], [], []
+        """Returns all ops."""
+        draft, build, resident, stands_for, update = self.draft, self.build, [], [], []
         for number, alike in enumerate(self.lanes):
             lane = LaneBuild(self, number, alike[0])
             lane.run()
@@ -277,21 +262,15 @@ class Expansion:
                 resident.append(math.ceil(lane.resident_bytes(place)))
                 stands_for.append(tuple(d for one in alike for _, devices in one.replicas[place] for d in devices))
                 update.append([lane.rows[place][block].update_s for block in draft.blocks_of(place)])
-        self._sum_ties()
+        for number, (tie_s, involved) in enumerate(tie_exchanges(draft, self.costs, self.traffic)):
+            for device in range(build.devices):  # once all places with the weight are done
+                if device % len(draft.places) in involved:
+                    tie = Exchange((TIE, number), f"tie{number}@{device}", tie_s, [(TIE, number)], UPDATE_RUN)
+                    build.waiting[device] = [build.exchange(device, tie, [build.last[device], *build.waiting[device]])]
         for device, seconds in enumerate(update):
             none = np.zeros(len(seconds), dtype=np.int64)
-            first = self.build.run(device, UPDATE_RUN, f"update@{device}", np.array(seconds), none)
-            self.build.runs.append(DeviceRun(device, UPDATE_RUN, -1, -1, first, None))
+            first = build.run(device, UPDATE_RUN, f"update@{device}", np.array(seconds), none)
+            build.runs.append(DeviceRun(device, UPDATE_RUN, -1, -1, first, None))
         names = [" ".join(self.cluster.devices[device].name for device in row) for row in stands_for]
-        problem, order = self.build.problem("strategy", draft.batch, names, resident)
-        return ExpandedDraft(problem, order, tuple(stands_for), tuple(self.build.runs), tuple(self.build.exchanges))
-
-    def _sum_ties(self) -> None:
-        """Places that hold a tied weight sum its gradients when all of them are done."""
-        build, places = self.build, len(self.draft.places)
-        for number, (seconds, involved) in enumerate(tie_exchanges(self.draft, self.costs, self.traffic)):
-            for device in range(build.devices):
-                if device % places in involved:
-                    key, after = (TIE, number), [build.last[device], *build.waiting[device]]
-                    op = build.exchange(key, device, f"tie{number}@{device}", seconds, [key], UPDATE_RUN, after)
-                    build.waiting[device] = [op]
+        problem, order = build.problem("strategy", draft.batch, names, resident)
+        return ExpandedDraft(problem, order, tuple(stands_for), tuple(build.runs), tuple(build.exchanges))

@@ -1,4 +1,4 @@
-"""One action of a stage, and what moves beside its blocks: parameters to gather, gradients to reduce, buckets."""
+"""One action of a stage with the communication beside its blocks: gathers of parameters, reductions, buckets."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rlplace.strategy.executor.meshes import copy_groups
 from rlplace.strategy.executor.placed_blocks import PlacedBlock
 from rlplace.strategy.executor.rules import BUCKET, EACH_BACKWARD, EACH_PASS, FIRST_BUCKET, ONCE, SLOWDOWN, at_once_s, wider
 from rlplace.strategy.executor.traffic import table_s
-from rlplace.strategy.op_level.step_build import GATHER, DeviceRun
+from rlplace.strategy.op_level.step_build import GATHER, DeviceRun, Exchange
 
 if TYPE_CHECKING:
     from rlplace.strategy.op_level.expand import LaneBuild
 
 
 class PassBuild:
-    """Adds one action of a stage with what moves beside its blocks."""
+    """One action of a stage with the communication beside its blocks."""
 
     def __init__(self, lane: LaneBuild, stage: int, kind: str, microbatch: int) -> None:
         self.lane, self.build, self.stage, self.kind, self.microbatch = lane, lane.build, stage, kind, microbatch
@@ -37,7 +37,7 @@ class PassBuild:
         self.meets_blocks, self.meets_copies = lane.meets[self.place]
 
     def run(self) -> int:
-        """Adds it; the number of its first op."""
+        """Adds it; returns its first op."""
         gathered = [block for block in self.blocks if self._gathers(self.rows[block])]
         reduced = [block for block in self.blocks if self._reduces(self.rows[block])]
         part, build, buckets = self.part, self.build, self._buckets()
@@ -50,7 +50,7 @@ class PassBuild:
         if first_wait >= 0:
             for op in build.waiting[self.device]:
                 build.edge(op, first_wait)
-        labels = self.ops.labels(self.kind) if self.lane.whole.named else None
+        labels = self.ops.labels(self.kind) if self.lane.whole.named else ()
         base = build.run(self.device, self.kind, f"{self.name}@{self.device}", self.seconds, temporary, labels)
         build.runs.append(DeviceRun(self.device, self.kind, self.stage, self.microbatch, base, part))
         self._beside(base, first_wait, set(gathered), set(reduced), beside)
@@ -69,21 +69,23 @@ class PassBuild:
         return self.single and self.kind != "F" and each
 
     def _beside_blocks(self, gathered: list[int], reduced: list[int]) -> dict[int, float]:
-        """Slows blocks beside what moves, the next one's parameters and the gradient of the one before; factors on that."""
+        """Slows blocks beside the next one's gather and the reduction of the one before; returns factors on those."""
         times = {}
         for index, block in enumerate(self.blocks):
-            behind, ahead = (
-                self.blocks[index - 1] if index else -1,
-                self.blocks[index + 1] if index + 1 < len(self.blocks) else -1,
-            )
+            behind, ahead = self._around(index)
             moving = self.rows[ahead].gather_s if ahead in gathered else 0.0
             if behind in reduced:
                 moving += self.rows[behind].reduce_s + self.rows[behind].copies_s
             times[block] = self._slow_down(np.arange(self.part.begins[block], self.part.ends[block]), moving)
         return times
 
+    def _around(self, index: int) -> tuple[int, int]:
+        """Returns the blocks that run before and after one, -1 for none."""
+        around = [-1, *self.blocks, -1]
+        return around[index], around[index + 2]
+
     def _slow_down(self, rows: NDArray[np.int64], moving_s: float) -> float:
-        """Slows ops and collectives beside what moves for so long; the factor on that."""
+        """Slows ops and collectives beside communication of `moving_s`; returns the factor on that."""
         ops, inside = rows[self.part.op[rows] >= 0], rows[self.part.collective[rows] >= 0]
         compute, tensor = float(self.seconds[ops].sum()), float(self.seconds[inside].sum())
         held_up = at_once_s(self.meets_blocks, compute, tensor, moving_s)
@@ -93,13 +95,14 @@ class PassBuild:
         return wider(moving_s, held_up)
 
     def _gather(self, block: int, after: list[int], times: float = 1.0) -> int:
-        """Gathers the parameters of a block, which are there until its pass is over."""
+        """Adds the gather of a block's parameters."""
         row, when = self.rows[block], f"{self.kind}{self.microbatch}"
         key, name = (GATHER, self.place, block, when), f"gather{when}.{block}@{self.device}"
-        return self.build.exchange(key, self.device, name, row.gather_s * times, [("shard", self.place)], self.kind, after)
+        one = Exchange(key, name, row.gather_s * times, [("shard", self.place)], self.kind)
+        return self.build.exchange(self.device, one, after)
 
     def _beside(self, base: int, first_wait: int, gathered: set[int], reduced: set[int], times: dict[int, float]) -> None:
-        """Collectives beside the blocks: the next one's parameters, in the backward the last one's gradient before these."""
+        """Adds collectives beside the blocks: the next one's gather, in a backward after the last one's reduction."""
         build, part, waits = self.build, self.part, [first_wait]
         for index, block in enumerate(self.blocks):
             begin, end = base + part.begins[block], base + part.ends[block]
@@ -108,12 +111,11 @@ class PassBuild:
             if block in gathered and self.rows[block].keeping == EACH_PASS:
                 build.edge(waits[-1], end, int(self.rows[block].weight_bytes))
             waits, after = [], [begin]
-            behind = self.blocks[index - 1] if index else -1
+            behind, ahead = self._around(index)
             if behind in reduced:
                 waits.append(self._reduce(behind, base, times[block]))
                 build.edge(waits[-1], end)  # torch keeps one gradient that is being reduced
                 after = [begin, waits[-1]]
-            ahead = self.blocks[index + 1] if index + 1 < len(self.blocks) else -1
             if ahead in gathered:
                 waits.append(self._gather(ahead, after, times[block]))
             if behind in reduced:
@@ -124,35 +126,28 @@ class PassBuild:
             if self.blocks[-1] in reduced:
                 waits.append(self._reduce(self.blocks[-1], base))
                 self._copy(self.blocks[-1], waits[-1:])
-            build.waiting[self.device] += waits + self.copied
-        else:
-            build.waiting[self.device] += waits
+        build.waiting[self.device] += waits + self.copied
 
     def _reduce(self, block: int, base: int, times: float = 1.0) -> int:
-        """Returns the gradient of a block leaves as soon as the block is done."""
+        """Adds the reduction of a block's gradient as soon as the block is done."""
         row = self.rows[block]
         op = self.lane.reduce(self.place, block, row, self._when(block), [], times)
         self.build.edge(base + self.part.ends[block], op, int(row.buffer_bytes))
         return op
 
     def _copy(self, block: int, after: list[int], times: float = 1.0) -> None:
-        """Its share goes on to the copies."""
+        """Adds the sum of its share over copies."""
         self.copied.append(self.lane.copy(self.place, block, self.rows[block], self._when(block), after, times))
 
     def _when(self, block: int) -> str:
         return str(self.microbatch) if self.rows[block].keeping != ONCE else ""
 
     def _hold_gradient(self, block: int, base: int) -> None:
-        """The unsharded gradient of a block grows while it runs, where it is not there all step long."""
-        row, lane = self.rows[block], self.lane
-        passing = row.keeping in (EACH_BACKWARD, EACH_PASS) or (
-            row.keeping == ONCE and self.single and lane.lane.microbatches == 1
-        )
-        if not passing:
-            return
-        rows, sizes = self._gradient(block, row.gradient_bytes)
-        end = np.full(len(rows), base + self.part.ends[block])
-        self.build.tensors(base + rows, sizes, end)
+        """Adds the unsharded gradient of a block, which grows while it runs, where it is not there all step long."""
+        row, alone = self.rows[block], self.single and self.lane.lane.microbatches == 1
+        if row.keeping in (EACH_BACKWARD, EACH_PASS) or (row.keeping == ONCE and alone):
+            rows, sizes = self._gradient(block, row.gradient_bytes)
+            self.build.tensors(base + rows, sizes, np.full(len(rows), base + self.part.ends[block]))
 
     def _gradient(self, block: int, size_bytes: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns rows that make the gradient of a block, and the bytes that each makes."""
@@ -164,7 +159,7 @@ class PassBuild:
         return rows, np.rint(sizes * (size_bytes / sizes.sum())).astype(np.int64)
 
     def _buckets(self) -> list[tuple[int, float]]:
-        """Row at which each bucket of whole gradients is full, and its bytes; in the last micro-batch of a single stage."""
+        """Returns the row at which each bucket of whole gradients is full, and its bytes; in the last pass of one stage."""
         if not (self.single and self.last):
             return []
         found, filled, limit, row = [], 0.0, FIRST_BUCKET, 0
@@ -184,6 +179,5 @@ class PassBuild:
     def _send_buckets(self, base: int, buckets: list[tuple[int, float]]) -> None:
         for number, (row, size) in enumerate(buckets):
             key, name = ("bucket", self.place, number), f"bucket{number}@{self.device}"
-            held, after = [("replicate", self.place)], [base + row]
-            op = self.build.exchange(key, self.device, name, self._bucket_s(size), held, "B", after)
-            self.build.waiting[self.device].append(op)
+            one = Exchange(key, name, self._bucket_s(size), [("replicate", self.place)], "B")
+            self.build.waiting[self.device].append(self.build.exchange(self.device, one, [base + row]))

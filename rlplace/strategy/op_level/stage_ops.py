@@ -1,9 +1,9 @@
-"""What a stage runs for one micro-batch: ops and collectives in order, part by part, and how long tensors live.
+"""Ops and collectives of a stage for one micro-batch in order, part by part, and lifetimes of their tensors.
 
-A *part* is what one action of a schedule runs: forward (F), the whole backward (B), or its halves (I, W). Blocks run one after
-another; each begins and ends with a mark, an op without time at which parameters are there and gradients are ready. What runs
-again does so before the backward of its block. All ops of a part run in this order on one device, so that a tensor lives from
-the op that makes it to the last one in order that reads it.
+A *part* is one action of a schedule: forward (F), the whole backward (B), or its halves (I, W). Blocks run one after another;
+each begins and ends with a mark, an op without time at which parameters are there and gradients are ready. Recomputation comes
+before the backward of its block. All ops of a part run in this order on one device, so that a tensor lives from the op that
+makes it to its last reader in order.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PassRows:
 
 @dataclass(frozen=True, eq=False)
 class PassLifetimes:
-    """Tensors that a part makes: number, row that makes it, part and row of its last reader there.
+    """Lifetimes of tensors that a part makes.
 
     Attributes:
         tensor: int64 [X].
@@ -71,9 +71,9 @@ class StageOps:
 
     Args:
         step: Ops of the model.
-        passed: What they take.
+        passed: Their times and sizes.
         blocks: Blocks of the stage.
-        recompute: For each block of the model what runs again.
+        recompute: For each block of the model its recomputation.
     """
 
     def __init__(self, step: StepOps, passed: PassOps, blocks: range, recompute: Sequence[int]) -> None:
@@ -105,15 +105,9 @@ class StageOps:
         ]
         move = np.array(moves, dtype=np.float64).reshape(-1, 4)
         block = np.concatenate([marks, step.block[clones], step.block[own], move[:, 1].astype(np.int64), marks])
-        group = np.concatenate(
-            [
-                np.zeros(len(marks)),
-                np.full(len(clones), 1),
-                np.full(len(own), 1 if forward else 3),
-                move[:, 2],
-                np.full(len(marks), 4),
-            ]
-        )
+        sizes = [len(marks), len(clones), len(own), len(move), len(marks)]
+        group = np.repeat([0.0, 1.0, 1.0 if forward else 3.0, 0.0, 4.0], sizes)
+        group[sum(sizes[:3]) : sum(sizes[:4])] = move[:, 2]
         place = np.concatenate([np.zeros(len(marks)), clones, own, move[:, 3], np.zeros(len(marks))])
         order = np.lexsort((place, group, block if forward else -block))
         none = np.full(len(marks), -1)
@@ -148,7 +142,7 @@ class StageOps:
         return np.where(part.op >= 0, self.passed.temporary_bytes[part.op], 0)
 
     def labels(self, kind: str) -> list[str]:
-        """Names of the rows, for people."""
+        """Returns names of the rows, for people."""
         part, names, moves = self.part(kind), self.step.names, self.passed.collectives
         found = []
         for row, (op, move, block) in enumerate(zip(part.op, part.collective, part.block, strict=True)):
@@ -157,88 +151,81 @@ class StageOps:
         return found
 
     def lifetimes(self, kind: str) -> list[PassLifetimes]:
-        """Returns tensors that a part makes."""
-        if kind == "F":
-            return [self._of_forward()]
-        return [self._of_clones(kind), self._of_backward(kind)]
+        """Returns the tensors that a part makes."""
+        return [self._of_forward()] if kind == "F" else [self._of_clones(kind), self._of_backward(kind)]
+
+    def _last(self, read: NDArray[np.bool_], rows: Ints) -> Ints:
+        """Returns int64 [T], the last row (by op) of the readers of each tensor among `read`, bool [E]; -1 for none."""
+        end = np.full(len(self.step.producer), -1, dtype=np.int64)
+        np.maximum.at(end, self.step.tensor[read], rows[self.step.reader[read]])
+        return end
+
+    def _marked(self, read: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Marks [T] the tensors among `read`, bool [E]."""
+        found = np.zeros(len(self.step.producer), dtype=bool)
+        found[self.step.tensor[read]] = True
+        return found
 
     def _of_forward(self) -> PassLifetimes:
-        """Returns a tensor is kept for the backward that reads it, one that leaves the stage until the backward begins, as in
-        torch.
-        """
+        """Returns tensors of a forward: kept until the last backward that reads them, or begins where they are sent."""
         step, part, behind = self.step, self.part("F"), self.part("B")
         maker, reader, tensor = step.producer[step.tensor], step.reader, step.tensor
         makes = (step.producer >= 0) & self.inside[step.producer] & (step.phase[step.producer] == FORWARD) & ~step.is_gradient
         reads = makes[tensor] & (maker >= 0)
         remade = self._again[maker] & (step.block[maker] == step.block[reader])
-        ahead = step.phase[reader] == FORWARD
-        end, late_end = np.full((2, len(step.producer)), -1, dtype=np.int64)
-        own = reads & self.inside[reader]
-        np.maximum.at(end, tensor[own & ahead], part.first[reader[own & ahead]])
-        backward = own & ~ahead & ~remade
-        np.maximum.at(late_end, tensor[backward], behind.first[reader[backward]])
-        repeated = own & self._again[reader] & ~remade
-        np.maximum.at(late_end, tensor[repeated], behind.again[reader[repeated]])
+        ahead, own = step.phase[reader] == FORWARD, reads & self.inside[reader]
+        backward, repeated = own & ~ahead & ~remade, own & self._again[reader] & ~remade
+        end = self._last(own & ahead, part.first)
+        late_end = np.maximum(self._last(backward, behind.first), self._last(repeated, behind.again))
         cached = np.flatnonzero(makes & self._cached[step.producer])
         begins = np.array([behind.begins.get(block, -1) for block in range(int(step.block.max()) + 1)])
         late_end[cached] = np.maximum(late_end[cached], begins[step.block[step.producer[cached]]])
-        leaves = np.zeros(len(step.producer), dtype=bool)
-        leaves[tensor[reads & ~self.inside[reader]]] = True
+        leaves = self._marked(reads & ~self.inside[reader])
         late_end[leaves] = np.maximum(late_end[leaves], 0)
         made = np.flatnonzero(makes & (self.passed.tensor_bytes > 0))
         start = part.first[step.producer[made]]
         late, half = late_end[made] >= 0, np.full(len(step.producer), -1, dtype=np.int64)
         if self.split:
-            stays = np.zeros(len(step.producer), dtype=bool)
-            stays[tensor[backward & step.retained[reader]]] = True
-            stays[tensor[repeated]], stays[cached] = True, True
-            np.maximum.at(half, tensor[backward], self.part("I").first[reader[backward]])
+            stays = self._marked((backward & step.retained[reader]) | repeated)
+            stays[cached] = True
+            half = self._last(backward, self.part("I").first)
             half = np.where(stays, -1, np.where(leaves, np.maximum(half, 0), half))
         given = np.flatnonzero((step.input_block >= self.blocks.start) & (step.input_block < self.blocks.stop))
-        given_block = step.input_block[given]
+        given_block = step.input_block[given].tolist()
+        ends = np.where(late, late_end[made], np.maximum(end[made], start))
         return PassLifetimes(
             tensor=np.concatenate([made, given]),
-            start=np.concatenate([start, [part.begins[block] for block in given_block.tolist()]]).astype(np.int64),
-            end=np.concatenate(
-                [np.where(late, late_end[made], np.maximum(end[made], start)), [behind.ends[b] for b in given_block.tolist()]]
-            ).astype(np.int64),
+            start=np.concatenate([start, [part.begins[block] for block in given_block]]).astype(np.int64),
+            end=np.concatenate([ends, [behind.ends[block] for block in given_block]]).astype(np.int64),
             late=np.concatenate([late, np.ones(len(given), dtype=bool)]),
             half=np.concatenate([half[made], np.full(len(given), -1)]),
             leaves=np.concatenate([leaves[made], np.zeros(len(given), dtype=bool)]),
         )
 
     def _of_clones(self, kind: str) -> PassLifetimes:
-        """What is made again, for the rest of the part."""
+        """Returns recomputed tensors, which live until the end of their last reader in the part."""
         step, part = self.step, self.part(kind)
-        maker, reader, tensor = np.maximum(step.producer[step.tensor], 0), step.reader, step.tensor
+        maker, reader = np.maximum(step.producer[step.tensor], 0), step.reader
         makes = (step.producer >= 0) & self._again[step.producer] & (self.passed.tensor_bytes > 0)
         made = np.flatnonzero(makes)
-        end = np.full(len(step.producer), -1, dtype=np.int64)
-        own = makes[tensor] & (step.block[maker] == step.block[reader])
-        np.maximum.at(end, tensor[own], np.where(step.phase[reader] == FORWARD, part.again[reader], part.first[reader])[own])
-        start = part.again[step.producer[made]]
-        none = np.zeros(len(made), dtype=bool)
+        own, ahead = makes[step.tensor] & (step.block[maker] == step.block[reader]), step.phase[reader] == FORWARD
+        end = np.maximum(self._last(own & ahead, part.again), self._last(own & ~ahead, part.first))
+        start, none = part.again[step.producer[made]], np.zeros(len(made), dtype=bool)
         return PassLifetimes(made, start, np.maximum(end[made], start), none, np.full(len(made), -1), none)
 
     def _of_backward(self, kind: str) -> PassLifetimes:
         """Returns gradients of activations: for the part, for the weight half, or until the stage before has them."""
         step, part = self.step, self.part(kind)
-        reader, tensor = step.reader, step.tensor
         makes = (
             (step.producer >= 0) & (part.first[step.producer] >= 0) & (step.phase[step.producer] != FORWARD) & ~step.is_gradient
         )
         made = np.flatnonzero(makes & (self.passed.tensor_bytes > 0))
-        end, late_end = np.full((2, len(step.producer)), -1, dtype=np.int64)
-        own = makes[tensor] & self.inside[reader]
-        np.maximum.at(end, tensor[own], part.first[reader[own]])
-        if kind == "I":
-            np.maximum.at(late_end, tensor[own], self.part("W").first[reader[own]])
-        leaves = np.zeros(len(step.producer), dtype=bool)
-        leaves[tensor[makes[tensor] & ~self.inside[reader]]] = True
-        start = part.first[step.producer[made]]
-        late = late_end[made] >= 0
-        end_row = np.where(late, late_end[made], np.maximum(end[made], start))
-        return PassLifetimes(made, start, end_row, late, np.full(len(made), -1), leaves[made])
+        reads, inside = makes[step.tensor], self.inside[step.reader]
+        end = self._last(reads & inside, part.first)[made]
+        late_end = self._last(reads & inside, self.part("W").first)[made] if kind == "I" else np.full(len(made), -1)
+        start, late = part.first[step.producer[made]], late_end >= 0
+        end = np.where(late, late_end, np.maximum(end, start))
+        return PassLifetimes(made, start, end, late, np.full(len(made), -1), self._marked(reads & ~inside)[made])
 
     def gradients(self, kind: str) -> tuple[Ints, Ints, Ints]:
         """Returns rows that make gradients of weights, in order, their tensors and blocks."""

@@ -1,92 +1,91 @@
-"""Collects the tasks of a step in the order in which devices run them, and makes a problem and an order of them."""
+"""Tasks of a step in the order in which devices run them, as a problem with that order."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlplace.cluster.links import Device, Links
 from rlplace.problem import BACKWARD, FORWARD, UPDATE, Collective, Problem
 from rlplace.problem.check import COLLECTIVE
 from rlplace.problem.order import grouped
-from rlplace.strategy.op_level.stage_ops import PassRows
+from rlplace.strategy.costs import Floats
+from rlplace.strategy.op_level.stage_ops import Ints, PassRows
 
 PHASE_OF_PART = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": BACKWARD, "U": UPDATE}
 
 UPDATE_RUN = "U"
-"""Of `DeviceRun.kind`: updates."""
+"""`DeviceRun.kind` of updates."""
 
 SEND, TIE, GATHER = "send", "tie", "gather"
-"""First words of the keys of exchanges: what stages send each other goes on with lane, stage, the other stage,
-micro-batch and bytes; a tie with a number; all others with the place, then with the block, or the number of a bucket."""
+"""First words of the keys of exchanges. Then follow lane, stage, target stage, micro-batch and bytes of a stage transfer, the
+number of a tie; else the place, then the block, or the number of a bucket."""
 
 LONGEST = 100
-"""Characters of a device's name; many devices have one together."""
+"""Characters of a device's name, which joins those of several devices."""
 
 
 class DeviceRun(NamedTuple):
-    """Ops that a device runs one after another.
-
-    Attributes:
-        device: Number of the device.
-        kind: As in `rlplace.plan.actions`, or `UPDATE_RUN`, with an op a block of the device.
-        stage: -1 for updates; likewise `microbatch`.
-        microbatch: Number of the micro-batch.
-        first: Its first op.
-        part: What its ops are, in order; None for updates.
-    """
+    """Ops that a device runs one after another."""
 
     device: int
-    kind: str
-    stage: int
+    kind: str  # as in `rlplace.plan.actions`, or `UPDATE_RUN`, with an op a block of the device
+    stage: int  # -1 for updates; likewise `microbatch`
     microbatch: int
-    first: int
-    part: PassRows | None
+    first: int  # its first op
+    part: PassRows | None  # its ops, in order; None for updates
 
 
-@dataclass
-class StepBuild:
-    """Tasks of a step on some devices. Every op runs once; what a device runs, it runs in the order in which it was added.
+class Exchange(NamedTuple):
+    """A collective as one device takes part in it.
 
     Attributes:
-        devices: How many there are.
-        waiting: For each device the ops that its next op waits for.
-        last: For each device its last op, -1 before the first.
-        runs: What devices run beside collectives with one another.
-        exchanges: Of these collectives, in the order of the problem's, by the keys that `exchange` was given, ops and channels.
+        key: Devices with this key run it together; see `SEND`.
+        name: Name of the op.
+        seconds: Its time.
+        channels: Channels that it occupies.
+        part: As `DeviceRun.kind`.
+        held_bytes: Temporary bytes of the op.
     """
 
-    devices: int
-    waiting: list[list[int]] = field(default_factory=list)
-    last: list[int] = field(default_factory=list)
-    runs: list[DeviceRun] = field(default_factory=list)
-    exchanges: dict[Hashable, tuple[list[int], tuple[int, ...]]] = field(default_factory=dict)
+    key: Hashable
+    name: str
+    seconds: float
+    channels: Iterable[Hashable]
+    part: str
+    held_bytes: int = 0
 
-    def __post_init__(self) -> None:
-        self.waiting, self.last = [[] for _ in range(self.devices)], [-1] * self.devices
-        self._order: list[list[NDArray[np.int64]]] = [[] for _ in range(self.devices)]
+
+class StepBuild:
+    """Tasks of a step on some devices. Every op runs once; a device runs its ops in the order in which they were added.
+
+    Attributes:
+        devices: Number of devices.
+        waiting: For each device the ops that its next op waits for.
+        last: For each device its last op, -1 before the first.
+        runs: Ops of devices beside collectives with one another.
+        exchanges: These collectives, in the order of the problem's, by their keys: ops and channels.
+    """
+
+    def __init__(self, devices: int) -> None:
+        self.devices = devices
+        self.waiting: list[list[int]] = [[] for _ in range(devices)]
+        self.last = [-1] * devices
+        self.runs: list[DeviceRun] = []
+        self.exchanges: dict[Hashable, tuple[list[int], tuple[int, ...]]] = {}
+        self._order: list[list[Ints]] = [[] for _ in range(devices)]
         self._count = 0
-        self._ops: list[tuple[NDArray[np.float64], NDArray[np.int64], int, int]] = []
+        self._ops: list[tuple[Floats, Ints, int, int]] = []
         self._names: list[str] = []
-        self._tensors: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
+        self._tensors: list[tuple[Ints, Ints, Ints]] = []
         self._edges: list[tuple[int, int, int]] = []
         self._channels: dict[Hashable, int] = {}
 
-    def run(
-        self,
-        device: int,
-        part: str,
-        name: str,
-        seconds: NDArray[np.float64],
-        temporary_bytes: NDArray[np.int64],
-        labels: Sequence[str] | None = None,
-    ) -> int:
-        """Returns ops that a device runs next, one after another, with labels before the name; the number of the first."""
-        base = self._add(device, part, name, seconds, temporary_bytes, labels)
+    def run(self, device: int, part: str, name: str, seconds: Floats, temporary: Ints, labels: Sequence[str] = ()) -> int:
+        """Adds ops that a device runs next, one after another, with labels before the name; returns the first."""
+        base = self._add(device, part, name, seconds, temporary, labels)
         self._order[device].append(np.arange(base, self._count))
         for op in self.waiting[device]:
             self.edge(op, base)
@@ -94,56 +93,38 @@ class StepBuild:
         self.last[device] = self._count - 1
         return base
 
-    def exchange(
-        self,
-        key: Hashable,
-        device: int,
-        name: str,
-        seconds: float,
-        channels: Iterable[Hashable],
-        part: str,
-        after: Iterable[int],
-        held_bytes: int = 0,
-    ) -> int:
-        """Returns a device's op, after others, of the collective that all devices which give this key make together."""
-        op = self._add(device, part, name, np.array([seconds]), np.array([held_bytes]))
-        held = tuple(sorted(self._channels.setdefault(channel, len(self._channels)) for channel in channels))
-        self.exchanges.setdefault(key, ([], held))[0].append(op)
+    def exchange(self, device: int, one: Exchange, after: Iterable[int]) -> int:
+        """Adds a device's op of a collective, after other ops; returns it."""
+        op = self._add(device, one.part, one.name, np.array([one.seconds]), np.array([one.held_bytes]))
+        held = tuple(sorted(self._channels.setdefault(channel, len(self._channels)) for channel in one.channels))
+        self.exchanges.setdefault(one.key, ([], held))[0].append(op)
         for before in after:
             self.edge(before, op)
         return op
 
     def edge(self, source: int, target: int, size_bytes: int = 0) -> None:
-        """An op waits for another one, and what that one makes lives until then."""
+        """Makes an op wait for `source`, whose output lives until then; nothing for -1."""
         if source >= 0:
             self._edges.append((source, size_bytes, target))
 
-    def tensors(self, source: NDArray[np.int64], size_bytes: NDArray[np.int64], target: NDArray[np.int64]) -> None:
-        """Many of them."""
+    def tensors(self, source: Ints, size_bytes: Ints, target: Ints) -> None:
+        """Adds many edges."""
         self._tensors.append((source, size_bytes, target))
 
-    def _add(
-        self,
-        device: int,
-        part: str,
-        name: str,
-        seconds: NDArray[np.float64],
-        temporary: NDArray[np.int64],
-        labels: Sequence[str] | None = None,
-    ) -> int:
+    def _add(self, device: int, part: str, name: str, seconds: Floats, temporary: Ints, labels: Sequence[str] = ()) -> int:
         base, count = self._count, len(seconds)
         self._ops.append((seconds, temporary, device, PHASE_OF_PART[part]))
-        if labels is None:
-            self._names += [name] if count == 1 else [f"{name}.{row}" for row in range(count)]
-        else:
+        if labels:
             self._names += [f"{label} {name}.{row}" for row, label in enumerate(labels)]
+        else:
+            self._names += [name] if count == 1 else [f"{name}.{row}" for row in range(count)]
         self._count += count
         return base
 
     def problem(self, name: str, samples: int, names: list[str], resident_bytes: list[int]) -> tuple[Problem, list[list[int]]]:
-        """Returns the step as a problem with a group a device, of these names, and what each of them runs in order.
+        """Returns the step as a problem with a group a device, of these names, and the ops of each in order.
 
-        Hand-overs between devices are collectives; what ops on different devices wait for otherwise takes no time.
+        Transfers between devices are collectives; all other edges between ops of different devices take no time.
         """
         counts = [len(item[0]) for item in self._ops]
         seconds = np.concatenate([item[0] for item in self._ops])
@@ -155,7 +136,7 @@ class StepBuild:
         source, size, target = (
             np.concatenate([edges[:, at], *(item[at] for item in self._tensors)]).astype(np.int64) for at in range(3)
         )
-        same = source == target  # nobody else reads it
+        same = source == target  # without another reader
         readers = np.flatnonzero(~same)
         ptr, consumers = grouped(readers, target[readers], len(source))
         none, pairs = np.full(self.devices, -1, dtype=np.int64), (self.devices, self.devices)

@@ -27,11 +27,11 @@ import numpy as np
 from numpy.random import Generator
 
 from benchmarks.harness import Row, arguments, markdown, read_rows, write_rows
+from rlplace import budget
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError
 from rlplace.strategy.drafts import Draft, Mesh, plain_draft
 from rlplace.strategy.executor.evaluate import DraftEvaluator
-from rlplace.strategy.search import tries
 from rlplace.strategy.search.fit import changed, fitted, other_choices
 from rlplace.strategy.search.moves import Moves
 from rlplace.strategy.search.search import search
@@ -55,7 +55,7 @@ CALLS = [100, 300, 1000, 3000]
 SEEDS = 5_000
 """Of the reported problems; the search was tuned on others."""
 
-tries.time = SimpleNamespace(monotonic=time.process_time)  # type: ignore[assignment]
+budget.time = SimpleNamespace(monotonic=time.process_time)  # type: ignore[assignment]
 
 
 def problem(seed: int, large: bool = False) -> tuple[str, SearchProblem]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from rlplace.budget import Budget
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Pipeline, Strategy
@@ -127,7 +127,7 @@ class Tries:
 
     Attributes:
         problem: The problem.
-        calls: Evaluations so far.
+        budget: Calls and seconds.
         best: The best so far; None before the first.
         reasons: Why drafts were refused, with how many there were of each.
         timed: Whether the clock may end the search.
@@ -141,32 +141,31 @@ class Tries:
         time_limit_s: float | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.problem, self.calls, self.timed = problem, 0, True
+        self.problem, self.budget, self.timed = problem, Budget(calls, time_limit_s), True
         self.best: Tried | None = None
         self.reasons: Counter[str] = Counter()
         self._progress = progress
-        self._most = math.inf if calls is None else calls
-        self._limit_s = math.inf if time_limit_s is None else time_limit_s
-        self._end_s = time.monotonic() + self._limit_s
         self._known: dict[Draft, Tried] = {}
         self._runs: dict[object, str | None] = {}
 
     def within(self, problem: SearchProblem, part: float) -> Tries:
         """Returns tries of another problem with a part of the budget that is left; the caller adds their calls."""
-        left_s = max(self._end_s - time.monotonic(), 0.0) * part
-        return Tries(problem, calls=(self._most - self.calls) * part, time_limit_s=left_s)
+        budget = self.budget
+        return Tries(problem, calls=(budget.calls - budget.used) * part, time_limit_s=max(budget.left_s(), 0.0) * part)
+
+    @property
+    def calls(self) -> int:
+        """Evaluations so far."""
+        return self.budget.used
 
     def left(self) -> bool:
         """Returns whether the budget allows another evaluation; the clock ends only what is `timed` and fits."""
-        return self.calls < self._most and (not self.timed or not self.fitting() or time.monotonic() < self._end_s)
+        return self.calls < self.budget.calls and (not self.timed or not self.fitting() or self.budget.left_s() > 0.0)
 
     def end_by_time(self, least: float) -> None:
         """Lets the clock end the search from now on where something fits, after this part of the seconds at least."""
         self.timed = True
-        if math.isfinite(self._end_s):
-            now = time.monotonic()
-            self._limit_s = max(self._end_s - now, least * self._limit_s)
-            self._end_s = now + self._limit_s
+        self.budget.start_clock(max(self.budget.left_s(), least * self.budget.seconds))
 
     def fitting(self) -> bool:
         """Returns whether something fits."""
@@ -179,8 +178,7 @@ class Tries:
 
     def spent(self) -> float:
         """Returns the spent part of the budget, the larger of calls and seconds; 0 without a budget."""
-        left = 1.0 if math.isinf(self._end_s) else (self._end_s - time.monotonic()) / max(self._limit_s, 1e-9)
-        return max(self.calls / self._most, 1.0 - left)
+        return self.budget.share()
 
     def known(self) -> list[Tried]:
         """Returns everything that was evaluated, the best first."""
@@ -222,7 +220,7 @@ class Tries:
         else:
             if not self.left():
                 raise OutOfBudgetError
-            self.calls += 1
+            self.budget.used += 1
             if self._progress is not None and self.calls % _REPORTED == 0:
                 self._progress(self.calls, self.best_s)
             try:

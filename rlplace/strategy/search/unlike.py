@@ -92,6 +92,6 @@ def _best(tries: Tries, devices: tuple[int, ...], share: int, search: Callable[[
     own = tries.within(problem, PART)
     with contextlib.suppress(OutOfBudgetError):
         search(own)
-    tries.calls += own.calls
+    tries.budget.used += own.calls
     kinds = {kind_of(tried.draft): tried for tried in reversed(own.known()) if tried.fits}
     return sorted(kinds.values(), key=lambda tried: tried.step_s)[:KEPT]

@@ -26,8 +26,7 @@ from rlplace.runtime.strategy.why_not import judge, why_not
 from rlplace.strategy.blocks.blocks import find_blocks
 from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS, Cut
-from rlplace.strategy.layouts.layouts import LayoutSearch
-from rlplace.strategy.layouts.tensor_layout import moved_bytes, plain_word
+from rlplace.strategy.layouts.tensor_layout import LayoutSearch, moved_bytes, plain_word
 from rlplace.strategy.search.plan import plan_strategy
 from rlplace.strategy.search.space import Space
 

@@ -1,11 +1,12 @@
-"""How a batch becomes micro-batches of replicas, and how their outputs become one again: by hand."""
+"""Micro-batches of replicas from a batch, and one output from theirs: by hand."""
 
 import pytest
 import torch
 
+from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.base.batches import join_leaves, passes_of, repeated, share_of
-from tests.runtime.strategy.native_cases import flat, stage
+from tests.runtime.strategy.native_cases import chain, flat, stage
 
 CPU = torch.device("cpu")
 
@@ -27,6 +28,17 @@ def test_replicas_take_their_rows_in_order():
     assert seen(strategy, 5) == [[([0], 0.4), ([1], 0.4), ([2], 0.4)], [([3], 0.4), ([4], 0.4)]]
     # seven samples over two replicas, in the most passes that both can run
     assert seen(strategy, 7) == [[([0, 1], 4 / 7), ([2], 2 / 7), ([3], 2 / 7)], [([4], 2 / 7), ([5], 2 / 7), ([6], 2 / 7)]]
+
+
+def test_batches_of_other_sizes_are_split_evenly_or_refused():
+    four = Strategy.from_dict(flat("llama", {"shard": 4}, 3))  # two passes of one sample on each of four replicas
+    assert [share_of(four, replica, 11).sizes for replica in range(4)] == [(2, 1), (2, 1), (2, 1), (1, 1)]
+    staged = Strategy.from_dict(chain("gpt2", [(0,), (1,)], "1f1b", mesh={}, sharding=0, batch=8, microbatch=2))
+    assert share_of(staged, 0, 6).sizes == (2, 2, 2) and share_of(staged, 0, 5).sizes == (5,)
+    with pytest.raises(InputError, match="3 samples for 4 replicas"):
+        share_of(four, 0, 3)
+    with pytest.raises(InputError, match=r"drop a short last batch \(drop_last=True\)"):
+        passes_of({"input_ids": torch.zeros(1, 6)}, share_of(four, 1), (), (), CPU)
 
 
 def test_a_narrow_stage_computes_a_pass_of_each_replica_together():

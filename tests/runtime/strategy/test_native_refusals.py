@@ -1,4 +1,4 @@
-"""What only the model or the batch can tell is refused when it is known, in one line."""
+"""Reasons against a strategy that only the model or the batch shows are given in one line."""
 
 import pytest
 import torch
@@ -7,11 +7,10 @@ from torch import nn
 
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.base.batches import passes_of, share_of
 from rlplace.runtime.strategy.facts import examine
 from rlplace.runtime.strategy.run import prepare
 from rlplace.runtime.strategy.why_not import why_not
-from tests.runtime.strategy import native_cases, native_worker
+from tests.runtime.strategy import native_worker
 from tests.runtime.strategy.native_cases import flat
 
 IDS = {"input_ids": torch.zeros(2, 6, dtype=torch.long)}
@@ -121,25 +120,3 @@ def test_one_process_runs_micro_batches(alone):
     torch.testing.assert_close(model[0].weight.grad, gradient)
     with pytest.raises(InputError, match="no input, which example_inputs had"):
         native.step({"target": batch["target"]}, lambda output, part: output.mean())
-
-
-def test_a_short_last_batch_is_refused():
-    share = share_of(strategy("llama", {"shard": 4}, 3), 1)
-    whole = {"input_ids": torch.arange(8)[:, None]}
-    passes = passes_of(whole, share, ["input_ids"], (), torch.device("cpu"))
-    assert [one.inputs["input_ids"].tolist() for one in passes] == [[[2]], [[3]]]
-    with pytest.raises(InputError, match=r"drop a short last batch \(drop_last=True\)"):
-        passes_of({"input_ids": torch.zeros(1, 6)}, share, (), (), torch.device("cpu"))
-
-
-def test_a_batch_of_another_size_is_dealt_out_evenly():
-    four = strategy("llama", {"shard": 4}, 3)  # two passes of one sample on each of four replicas
-    shares = [share_of(four, replica, 11) for replica in range(4)]
-    assert [share.sizes for share in shares] == [(2, 1), (2, 1), (2, 1), (1, 1)]
-    assert [share.first for share in shares] == [0, 3, 6, 9]
-    assert sum(sum(share.weights) for share in shares) / 4 == pytest.approx(1.0)
-    assert shares[0].weights[0] == pytest.approx(2 * 4 / 11)
-    with pytest.raises(InputError, match="3 samples for 4 replicas"):
-        share_of(four, 0, 3)
-    chain = Strategy.from_dict(native_cases.chain("gpt2", [(0,), (1,)], "1f1b", mesh={}, sharding=0, batch=8, microbatch=2))
-    assert share_of(chain, 0, 6).sizes == (2, 2, 2) and share_of(chain, 0, 5).sizes == (5,)

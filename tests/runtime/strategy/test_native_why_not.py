@@ -1,4 +1,4 @@
-"""What torch's parts cannot run, or would run wrong without a word, is refused with the reason."""
+"""Strategies that torch's parts cannot run, or would silently run wrong, are refused with the reason."""
 
 import subprocess
 import sys
@@ -6,86 +6,98 @@ import sys
 import pytest
 
 from rlplace.plan.strategy import Strategy
+from rlplace.runtime.base.conduct import Conduct
 from rlplace.runtime.strategy.why_not import ModelFacts, TensorFacts, why_not
 from tests.runtime.strategy.native_cases import BLOCKS, chain, flat
 
-SHARED = {"mesh": {"shard": 2}, "sharding": 1}
-FACTS = ModelFacts(BLOCKS["llama"])
+SHARED, HALVES = {"mesh": {"shard": 2}, "sharding": 1}, [(0, 1), (2, 3)]
+SHARDED, TENSOR = flat("llama", {"shard": 4}, 1), flat("llama", {"tensor": 4}, 0)
+STAGED = chain("llama", HALVES, "1f1b", **SHARED)
+TURN = chain("llama", [*HALVES, *HALVES[::-1]], "zbv", microbatches=4, microbatch=1, **SHARED)
+UNLIKE = chain("llama", [(0, 1), (2,)], "1f1b", mesh=[{"replicate": 2}, {}], sharding=0)
+SEQUENCE = flat("llama", {"tensor": 4}, 0, sequence_parallel=True)
+COPIES = {"batch": 16, "stages": [{"blocks": ["a"], "devices": [0, 1], "mesh": {"replicate": 2}}], "microbatch": [8]}
+AGAIN = {**COPIES, "stages": [{**COPIES["stages"][0], "mesh": {"shard": 2}, "sharding": 3, "recompute": {"a": "full"}}]}
 
 
-def reason(data, facts=FACTS, torch_version="2.13.0"):
+def facts_of(conduct=None, blocks=BLOCKS["llama"], **facts):
+    return ModelFacts(blocks, conduct=None if conduct is None else Conduct(**conduct), **facts)
+
+
+def reason(data, facts, torch_version="2.13.0"):
     return why_not(Strategy.from_dict(data), facts, torch_version)
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("data", "facts"),
     [
-        flat("llama", {"shard": 4}, 3),
-        flat("llama", {"replicate": 2, "shard": 2}, 1, recompute="full"),
-        flat("llama", {"shard": 4}, 2, offload="all"),
-        chain("llama", [(0, 1), (2, 3)], "1f1b", **SHARED),
-        chain("llama", [(0, 1), (2, 3), (2, 3), (0, 1)], "zbv", microbatches=4, microbatch=1, **SHARED),
+        (flat("llama", {"shard": 4}, 3), facts_of()),
+        (flat("llama", {"replicate": 2, "shard": 2}, 1, recompute="full"), facts_of()),
+        (flat("llama", {"shard": 4}, 2, offload="all"), facts_of()),
+        (STAGED, facts_of()),
+        (TURN, facts_of()),
+        (UNLIKE, facts_of()),
+        (chain("llama", HALVES, "1f1b", mesh=[{"replicate": 2}, {"shard": 2}], sharding=[0, 1]), facts_of(no_samples="why")),
+        (SHARDED, facts_of(no_cut="why")),
+        (COPIES, ModelFacts(hooked=("a",))),
+        (COPIES | {"buffers": "replica"}, facts_of({"written": ("mean",)}, ())),
+        (COPIES, facts_of({"reduction": ""}, ())),
+        (COPIES | {"couple": "gather"}, facts_of({"reduction": ""}, ())),
     ],
 )
-def test_runs(data):
-    assert reason(data) is None
+def test_runs(data, facts):
+    assert reason(data, facts) is None
 
 
-REFUSED = {
-    "context": (flat("llama", {"context": 4}, 0, batch=2), "the axis context is not run"),
-    "branch": (flat("llama", {"branch": 4}, 0, batch=2), "the axis branch is not run"),
-    "expert": (flat("llama", {"shard": 4}, 1, expert=2), "expert parallelism is not run"),
-    "optimizer": (flat("llama", {"shard": 4}, 1, offload="optimizer"), "optimizer state alone"),
-    "offload without sharding": (flat("llama", {"replicate": 4}, 0, offload="all"), "CPUOffloadPolicy"),
-    "offload in a pipeline": (chain("llama", [(0, 1), (2, 3)], "1f1b", offload="all", **SHARED), "offload in a pipeline"),
-    "falling": (chain("llama", [(2, 3), (0, 1)], "1f1b", **SHARED), "order of the chain"),
-    "four chunks": (
-        chain("deep", [(0, 1), (2, 3)] * 4, "interleaved_zero_bubble", microbatches=4, microbatch=1, **SHARED),
+REFUSED = [
+    (flat("llama", {"context": 4}, 0, batch=2), None, "the axis context is not run"),
+    (flat("llama", {"branch": 4}, 0, batch=2), None, "the axis branch is not run"),
+    (flat("llama", {"shard": 4}, 1, expert=2), None, "expert parallelism is not run"),
+    (flat("llama", {"shard": 4}, 1, offload="optimizer"), None, "optimizer state alone"),
+    (flat("llama", {"replicate": 4}, 0, offload="all"), None, "CPUOffloadPolicy"),
+    (chain("llama", HALVES, "1f1b", offload="all", **SHARED), None, "offload in a pipeline"),
+    (chain("llama", HALVES[::-1], "1f1b", **SHARED), None, "order of the chain"),
+    (
+        chain("deep", HALVES * 4, "interleaved_zero_bubble", microbatches=4, microbatch=1, **SHARED), None,
         "loses weight gradients",
     ),
-}
+    (UNLIKE | {"microbatches": [5, 3]}, None, "micro-batches of one size"),
+    (UNLIKE, facts_of(no_samples="why"), "unlike data degrees: why"),
+    (SHARDED, facts_of(batch_norm=True), "SyncBatchNorm"),
+    (flat("llama", {}, 0, devices=[0], recompute="full"), ModelFacts(batch_norm=True), "twice"),
+    (STAGED, facts_of(no_cut="why"), "cannot be cut into stages: why"),
+    (STAGED, facts_of(blocks=(*BLOCKS["llama"], "lm_tail")), "no stage names the block lm_tail"),
+    (TENSOR, facts_of(tensor=TensorFacts("why")), "no tensor-parallel layout: why"),
+    (TENSOR, facts_of(tensor=TensorFacts(parts=6)), "does not divide 6"),
+    (SEQUENCE, ModelFacts(tensor=TensorFacts(no_sequence="why")), "no sequence parallelism: why"),
+    (COPIES, facts_of({"written": ("mean",)}), "writes mean by the samples"),
+    (COPIES | {"batch": 8, "microbatch": [4]}, facts_of({"indivisible": "IndexError: out"}), "cannot be divided"),
+    (COPIES | {"couple": "gather", "batch": 32, "microbatches": [2]}, ModelFacts(), "microbatches=1"),
+    (COPIES | {"couple": "gather"}, ModelFacts(no_gather="why"), "--couple gather: why"),
+    (COPIES, ModelFacts(subclass="w (Float8Tensor)"), "w (Float8Tensor) is no plain tensor"),
+    (AGAIN, facts_of({"toggles": ("w",)}), "changes requires_grad of w"),
+    (AGAIN, facts_of({"differentiates": True}), "computes gradients itself"),
+    (AGAIN, facts_of({"sparse": ("w",)}), "gradient of w is sparse"),
+    (AGAIN, facts_of({"counters": ("steps",)}), "steps would be written twice"),
+    (AGAIN, ModelFacts(backward_hooks=("a",)), "would call the hooks of a on other activations"),
+    (AGAIN, ModelFacts(handed="a is handed a DynamicCache"), "use_cache = False"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name):
-    data, words = REFUSED[name]
-    assert words in reason(data, None)
+@pytest.mark.parametrize(("data", "facts", "words"), REFUSED, ids=[words for *_, words in REFUSED])
+def test_refuses(data, facts, words):
+    assert words in reason(data, facts)
 
 
 def test_several_pipelines_are_refused():
-    one = flat("llama", {}, 0, devices=[0], batch=4)
-    two = flat("llama", {}, 0, devices=[1], batch=4)
-    data = {"batch": 8, "pipelines": [{k: v for k, v in part.items() if k != "batch"} for part in (one, two)]}
-    assert "several pipelines" in reason(data)
-
-
-def test_stages_of_unlike_degrees_are_refused_where_values_have_no_samples():
-    data = chain("llama", [(0, 1), (2,)], "1f1b", mesh=[{"replicate": 2}, {}], sharding=0)
-    assert reason(data) is None
-    assert "micro-batches of one size" in reason(data | {"microbatches": [5, 3]})
-    assert "unlike data degrees: why" in reason(data, ModelFacts(BLOCKS["llama"], no_samples="why"))
-    alike = chain("llama", [(0, 1), (2, 3)], "1f1b", mesh=[{"replicate": 2}, {"shard": 2}], sharding=[0, 1])
-    assert reason(alike, ModelFacts(BLOCKS["llama"], no_samples="why")) is None
-
-
-def test_facts_of_the_model_refuse():
-    shared, tensor = flat("llama", {"shard": 4}, 1), flat("llama", {"tensor": 4}, 0)
-    staged = chain("llama", [(0, 1), (2, 3)], "1f1b", **SHARED)
-    assert "SyncBatchNorm" in reason(shared, ModelFacts(BLOCKS["llama"], batch_norm=True))
-    assert "twice" in reason(flat("llama", {}, 0, devices=[0], recompute="full"), ModelFacts(batch_norm=True))
-    assert "cannot be cut into stages: why" in reason(staged, ModelFacts(BLOCKS["llama"], no_cut="why"))
-    assert reason(shared, ModelFacts(BLOCKS["llama"], no_cut="why")) is None
-    assert "no tensor-parallel layout: why" in reason(tensor, ModelFacts(BLOCKS["llama"], tensor=TensorFacts("why")))
-    assert "does not divide 6" in reason(tensor, ModelFacts(BLOCKS["llama"], tensor=TensorFacts(parts=6)))
-    sequence = flat("llama", {"tensor": 4}, 0, sequence_parallel=True)
-    assert "no sequence parallelism: why" in reason(sequence, ModelFacts(tensor=TensorFacts(no_sequence="why")))
-    assert "no stage names the block lm_tail" in reason(staged, ModelFacts((*BLOCKS["llama"], "lm_tail")))
+    parts = [flat("llama", {}, 0, devices=[device], batch=4) for device in (0, 1)]
+    data = {"batch": 8, "pipelines": [{k: v for k, v in part.items() if k != "batch"} for part in parts]}
+    assert "several pipelines" in reason(data, None)
 
 
 def test_old_versions_of_torch_are_refused():
-    v = chain("llama", [(0, 1), (2, 3), (2, 3), (0, 1)], "zbv", microbatches=4, microbatch=1, **SHARED)
-    assert "torch 2.13" in reason(v, torch_version="2.12.1+cpu")
-    assert "older than 2.11" in reason(flat("llama", {"shard": 4}, 1), torch_version="2.10.0")
+    assert "torch 2.13" in reason(TURN, None, "2.12.1+cpu")
+    assert "older than 2.11" in reason(SHARDED, None, "2.10.0")
 
 
 def test_it_is_asked_without_torch():

@@ -1,4 +1,4 @@
-"""``rlplace run`` with plans that hold a whole strategy, and what the other verbs say of them."""
+"""``rlplace run`` and other verbs with plans that hold a whole strategy."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import re
 import numpy as np
 import pytest
 
-from rlplace import planned as recipe
 from rlplace.cli.main import main
 from rlplace.cluster.parse import parse
 from rlplace.cost.timings import PlanTimings
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Strategy
+from rlplace.planned import Planned
 from tests.runtime.job.launch import forked
 from tests.runtime.strategy.native_cases import chain, flat
 
@@ -26,17 +26,19 @@ HALVES = [(0, 1), (2, 3)]
 TWO_LAYERS = "hf:gpt2," + SIZES + PLAIN
 
 
-def strategy_plan(path, strategy, model=TWO_LAYERS, **graph):
-    """A plan for a strategy, without a search."""
+def strategy_plan(path, strategy, model=TWO_LAYERS, captured=False, **graph):
+    """Writes a plan for a strategy without a search; `captured`: with the fingerprint of its model."""
     source = {
         "graph": {"model": model, "batch": 2, "seq": 8, "dtype": "fp32", "optimizer": "adam", **graph},
         "cluster": "cpu:4",
         "cluster_fingerprint": parse("cpu:4").fingerprint,
     }
     predicted = Prediction(step_time_s=0.001, peak_memory_bytes=(1000, 1001, 1002, 1003), feasible=True)
-    nothing = np.zeros(0, dtype=np.int32)
-    whole = Strategy.from_dict(strategy)
+    whole, nothing = Strategy.from_dict(strategy), np.zeros(0, dtype=np.int32)
     plan = PlacementPlan("0" * 64, "strategy", 0, nothing, strategy=whole, source=source, predicted=predicted)
+    if captured:
+        source["graph_fingerprint"] = Planned(plan)._graph.fingerprint
+        plan = PlacementPlan("0" * 64, "strategy", 0, nothing, strategy=whole, source=source, predicted=predicted)
     plan.save(path)
     return plan
 
@@ -52,9 +54,7 @@ def run_verified(path, *options, within=1e-6):
 
 def test_a_pipeline_of_shared_stages_equals_the_plain_model(tmp_path):
     path = tmp_path / "p.plan.json"
-    plan = strategy_plan(path, chain("short", HALVES, "1f1b", mesh={"shard": 2}, sharding=1))
-    plan.source["graph_fingerprint"] = recipe._graph(plan).fingerprint
-    plan.save(path)
+    strategy_plan(path, chain("short", HALVES, "1f1b", mesh={"shard": 2}, sharding=1), captured=True)
     found = run_verified(path, "--steps", 3, "--clip", 0.5)
     assert found["losses"][-1] < found["losses"][0]
     assert found["engine"] == "native" and len(found["losses"]) == 3 and found["predicted_step_time_s"] == 0.001
@@ -69,9 +69,7 @@ def test_another_strategy_goes_on_from_a_checkpoint(tmp_path):
     first, second, folder = tmp_path / "p.plan.json", tmp_path / "t.plan.json", tmp_path / "checkpoints"
     strategies = chain("short", HALVES, "1f1b", mesh={"shard": 2}, sharding=1), flat("short", {"shard": 2, "tensor": 2}, 3)
     for path, strategy in zip((first, second), strategies, strict=True):
-        plan = strategy_plan(path, strategy)
-        plan.source["graph_fingerprint"] = recipe._graph(plan).fingerprint
-        plan.save(path)
+        strategy_plan(path, strategy, captured=True)
     whole = run_verified(first, "--steps", 4, "--clip", 0.5)
     run_verified(first, "--steps", 2, "--clip", 0.5, "--checkpoint", folder)
     rest = run_verified(second, "--steps", 3, "--clip", 0.5, "--checkpoint", folder, "--resume")  # the reference goes on, too
@@ -151,9 +149,7 @@ def test_measure_times_strategies_beside_each_other(tmp_path):
     paths = [tmp_path / f"{name}.plan.json" for name in ("chain", "sharded")]
     strategies = chain("short", HALVES, "1f1b", mesh={"shard": 2}, sharding=1), flat("short", {"shard": 4}, 3)
     for path, strategy in zip(paths, strategies, strict=True):
-        plan = strategy_plan(path, strategy)
-        plan.source["graph_fingerprint"] = recipe._graph(plan).fingerprint
-        plan.save(path)
+        strategy_plan(path, strategy, captured=True)
     words = ["--device", "cpu", "--repeats", 3, "--out", tmp_path / "x.timings.json", "--trace", tmp_path / "t.json", "--json"]
     code, out, err = forked(4, "-m", "rlplace", "measure", "--plans", *paths, *words)
     assert code == 0, err

@@ -18,7 +18,7 @@ from rlplace.runtime.strategy.buffers import StepBuffers
 from rlplace.runtime.strategy.capture import capture
 from rlplace.runtime.strategy.facts import conduct_of_graph, facts_of, notes_of
 from rlplace.runtime.strategy.gather import split_forward
-from rlplace.runtime.strategy.why_not import ModelFacts, why_not
+from rlplace.runtime.strategy.why_not import ModelFacts
 
 CPU = torch.device("cpu")
 
@@ -94,25 +94,14 @@ def test_cross_entropies_count_their_targets():
     assert targets.count == 0
 
 
-@pytest.mark.parametrize(
-    ("way", "count"),
-    [
-        ("sum:mask", 4),
-        ("sum:mask[1:]", 2),
-        ("sum:mask[:-1]", 3),
-        ("valid:labels", 3),
-        ("nonzero:labels", 5),
-        ("valid:labels[1:]", 1),
-    ],
-)
-def test_inputs_are_counted_by_name(way, count):
-    batch = {"mask": torch.tensor([[1.0, 1, 0], [1, 0, 1]]), "labels": torch.tensor([[1, 2, -100], [3, -100, -100]])}
-    batch["labels"][0, 1], batch["labels"][1, 0] = 0, 3
-    expected = {"nonzero:labels": 5}.get(way, count)
-    assert count_of(way, batch) == expected
+WAYS = {"sum:mask": 4, "sum:mask[1:]": 2, "sum:mask[:-1]": 3, "valid:labels": 3, "nonzero:labels": 5, "valid:labels[1:]": 1}
 
 
-def test_an_input_that_is_not_there_is_named():
+@pytest.mark.parametrize("way", WAYS)
+def test_inputs_are_counted_by_name(way):
+    labels = torch.tensor([[1, 0, -100], [3, -100, -100]])
+    batch = {"mask": torch.tensor([[1.0, 1, 0], [1, 0, 1]]), "labels": labels}
+    assert count_of(way, batch) == WAYS[way]
     with pytest.raises(InputError, match="counts an input 'mask'"):
         count_of("sum:mask", {"x": torch.ones(2)})
 
@@ -209,64 +198,23 @@ def test_what_the_loss_is_computed_over_stands_in_files():
         strategy(couple="always")
 
 
-WRITTEN = ModelFacts(conduct=Conduct(written=("mean",)))
-
-
-@pytest.mark.parametrize(
-    ("changes", "facts", "reason"),
-    [
-        ({}, WRITTEN, "writes mean by the samples"),
-        ({"buffers": "replica"}, WRITTEN, None),
-        ({"batch": 8, "microbatch": [4]}, ModelFacts(conduct=Conduct(indivisible="IndexError: out")), "cannot be divided"),
-        ({}, ModelFacts(conduct=Conduct(reduction="")), None),
-        ({"couple": "gather"}, ModelFacts(conduct=Conduct(reduction="")), None),
-        ({"couple": "gather", "batch": 32, "microbatches": [2]}, ModelFacts(), "microbatches=1"),
-        ({"couple": "gather"}, ModelFacts(no_gather="why"), "--couple gather: why"),
-        ({}, ModelFacts(subclass="w (Float8Tensor)"), "w (Float8Tensor) is no plain tensor"),
-        ({}, ModelFacts(hooked=("a",)), None),
-    ],
-)
-def test_what_the_model_does_is_asked_at_planning(changes, facts, reason):
-    found = why_not(strategy(**changes), facts)
-    assert found is None if reason is None else reason in found
-
-
-SHARED = {"stages": [{"blocks": ["a"], "devices": [0, 1], "mesh": {"shard": 2}, "sharding": 3, "recompute": {"a": "full"}}]}
-
-
-@pytest.mark.parametrize(
-    ("facts", "reason"),
-    [
-        (ModelFacts(conduct=Conduct(toggles=("w",))), "changes requires_grad of w"),
-        (ModelFacts(conduct=Conduct(differentiates=True)), "computes gradients itself"),
-        (ModelFacts(conduct=Conduct(sparse=("w",))), "gradient of w is sparse"),
-        (ModelFacts(conduct=Conduct(counters=("steps",))), "steps would be written twice"),
-        (ModelFacts(backward_hooks=("a",)), "would call the hooks of a on other activations"),
-        (ModelFacts(handed="a is handed a DynamicCache"), "use_cache = False"),
-    ],
-)
-def test_what_shares_and_recomputation_do_not_follow(facts, reason):
-    assert reason in why_not(strategy(**SHARED), facts)
+COUPLED = Conduct(reduction="", samples=8, whole=3.0, parts=2.0)
 
 
 @pytest.mark.parametrize(
     ("changes", "facts", "note"),
     [
-        (
-            {},
-            ModelFacts(conduct=Conduct(reduction="", samples=8, whole=3.0, parts=2.0)),
-            "computed over 8 a replica (of 8 example",
-        ),
-        ({"couple": "gather"}, ModelFacts(conduct=Conduct(reduction="")), "over all 16 of a step"),
-        ({}, ModelFacts(batch_norm=True, conduct=Conduct(reduction="")), "statistics of 8 a replica, not of all 16"),
-        ({"batch": 32, "microbatches": [2]}, ModelFacts(conduct=Conduct(reduction="")), "over 8 a micro-batch"),
-        ({}, ModelFacts(conduct=Conduct(reduction=TARGETS)), "count by their targets"),
-        ({}, ModelFacts(conduct=Conduct()), None),
-        ({"batch": 8, "stages": [{"blocks": ["a"], "devices": [0]}]}, ModelFacts(conduct=Conduct(reduction="")), None),
+        ({}, {"conduct": COUPLED}, "computed over 8 a replica (of 8 example"),
+        ({"couple": "gather"}, {"conduct": COUPLED}, "over all 16 of a step"),
+        ({}, {"conduct": COUPLED, "batch_norm": True}, "statistics of 8 a replica, not of all 16"),
+        ({"batch": 32, "microbatches": [2]}, {"conduct": COUPLED}, "over 8 a micro-batch"),
+        ({}, {"conduct": Conduct(reduction=TARGETS)}, "count by their targets"),
+        ({}, {}, None),
+        ({"batch": 8, "stages": [{"blocks": ["a"], "devices": [0]}]}, {"conduct": COUPLED}, None),
     ],
 )
 def test_the_answer_says_what_a_coupled_loss_is_computed_over(changes, facts, note):
-    notes = notes_of(strategy(**changes), facts)
+    notes = notes_of(strategy(**changes), ModelFacts(**facts))
     assert not notes if note is None else note in notes[0]
 
 

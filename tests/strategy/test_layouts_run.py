@@ -72,8 +72,8 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def sent(spec, degree, sequence_parallel):
-    """What one process of a group sends in a step; the group is fake, and nothing arrives."""
+def sent(spec, degree, sequence_parallel, words):
+    """Counts the collectives of a step under a plan's words on one process of a fake group, where nothing arrives."""
     model = load_model(spec, batch=2, seq=16, device="cpu")
     found = dict(units(model.module))
     captured = capture_blocks(model.module, model.example_inputs)
@@ -81,7 +81,7 @@ def sent(spec, degree, sequence_parallel):
     try:
         mesh = init_device_mesh("cpu", (1, 1, 1, degree), mesh_dim_names=AXES)
         place = MeshPlace(mesh, torch.device("cpu"), dict.fromkeys(AXES, 0), (0,), {rank: rank for rank in range(degree)})
-        stage = Stage(tuple(found), tuple(range(degree)), {"tensor": degree}, sequence_parallel=sequence_parallel)
+        stage = Stage(tuple(found), tuple(range(degree)), {"tensor": degree}, sequence_parallel=sequence_parallel, tensor=words)
         lay_out(place, stage, find_layouts(found, captured.calls), found, captured)
         with Sent(degree) as counted:
             output = model.module(**model.example_inputs)
@@ -114,7 +114,7 @@ def test_what_is_priced_is_what_runs(spec):
             priced = {FORWARD_PASS: Counter(), BACKWARD_PASS: Counter()}
             for item in layout.collectives:
                 priced[item.when][COLLECTIVE_KINDS[item.kind], moved_bytes(layout, item, graph.tensor_bytes)] += 1
-            assert sent(spec, degree, sequence_parallel) == priced, (degree, sequence_parallel)
+            assert sent(spec, degree, sequence_parallel, dict(layout.modules)) == priced, (degree, sequence_parallel)
 
 
 def test_norms_of_heads_are_local():

@@ -230,13 +230,17 @@ def lay_out(
     """Puts the layouts of some units in place; the captured forward matters for sequence parallelism alone."""
     degree = stage.axis("tensor")
     layouts = TensorParallel(place.mesh["tensor"], stage.sequence_parallel, place.device)
+    # A plan's words may leave a vocabulary whole; names of one table are laid out together.
+    tables = [path for path in found.vocabulary if path in units and (not stage.tensor or path in stage.tensor)]
+    cut = {units[path].get_parameter("weight") for path in tables}
     for path, module in units.items():
         if path in found.blocks:
             layout = found.blocks[path]
             layouts.regions(module, layout.regions, layout.positions)
             layouts.streams(module, layout.regions, layout.draws)
-        elif path in found.vocabulary and len(module.get_parameter("weight")) % degree == 0:
-            layouts.vocabulary(module)
+        elif path in found.vocabulary and module.get_parameter("weight") in cut:
+            if len(module.get_parameter("weight")) % degree == 0:
+                layouts.vocabulary(module)
     if not stage.sequence_parallel or captured is None:
         return
     # Activations are split where a run of blocks begins, and joined where it ends.

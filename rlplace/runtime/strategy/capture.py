@@ -12,6 +12,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -138,27 +139,25 @@ def _open_regions(module: fx.GraphModule) -> None:
         InputError: Units run under autocast, say, which a graph without the region would lose.
     """
     graph = module.graph
+
+    def detached(value: fx.Node) -> fx.Node:
+        if not isinstance(value.meta.get("val"), torch.Tensor):
+            return value
+        made = graph.call_function(torch.ops.aten.detach.default, (value,))
+        made.meta.update(value.meta)
+        return made
+
     for node in [node for node in graph.nodes if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled]:
         enabled, inner, *operands = node.args
         region = attrgetter(str(inner.target))(module)
         _open_regions(region)
         values = dict(zip((one for one in region.graph.nodes if one.op == "placeholder"), operands, strict=True))
         with graph.inserting_before(node):
-            made: Any = ()
-            for one in region.graph.nodes:
-                if one.op == "output":
-                    made = pytree.tree_map_only(fx.Node, values.__getitem__, one.args[0])
-                elif one.op == "get_attr":
-                    setattr(module, f"{inner.target}_{one.target}", attrgetter(str(one.target))(region))
-                    values[one] = graph.get_attr(f"{inner.target}_{one.target}")
-                elif one.op != "placeholder":
-                    values[one] = graph.node_copy(one, values.__getitem__)
-            if not enabled:
-                for at, value in enumerate(made):
-                    if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor):
-                        detached = graph.call_function(torch.ops.aten.detach.default, (value,))
-                        detached.meta.update(value.meta)
-                        made = (*made[:at], detached, *made[at + 1 :])
+            for one in [one for one in region.graph.nodes if one.op == "get_attr"]:
+                setattr(module, f"{inner.target}_{one.target}", attrgetter(str(one.target))(region))
+                values[one] = graph.get_attr(f"{inner.target}_{one.target}")
+            made: Any = graph.graph_copy(region.graph, values)
+            made = made if enabled else pytree.tree_map_only(fx.Node, detached, made)
         for user in list(node.users):
             user.replace_all_uses_with(made[user.args[1]])
             graph.erase_node(user)
@@ -184,36 +183,28 @@ def uncalled(captured: UnitGraph, blocks: Iterable[str]) -> list[str]:
 def _opaque(found: dict[str, nn.Module], results: dict[str, Any]) -> Iterator[None]:
     """Makes one op of every call of a unit inside."""
 
-    def stand_in(name: str) -> Any:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            leaves, in_spec = pytree.tree_flatten((args, kwargs))
-            strange = strange_in(leaves)
-            if strange is not None:
-                raise InputError(
-                    f"native: block {show(name)} gets a {type(strange).__name__}, which is no tensor that could cross from "
-                    "stage to stage; for a cache of keys and values, set model.config.use_cache = False"
-                )
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            wanted, out_spec = pytree.tree_flatten(_noted(name, results[name], shapes_of(leaves)))
-            _calls.append(_Call(name, leaves, in_spec, wanted, out_spec))
-            made = iter(_unit(len(_calls) - 1, tensors))
-            return pytree.tree_unflatten([next(made) if isinstance(v, torch.Tensor) else v for v in wanted], out_spec)
+    def stand_in(name: str, *args: Any, **kwargs: Any) -> Any:
+        leaves, in_spec = pytree.tree_flatten((args, kwargs))
+        if (strange := strange_in(leaves)) is not None:
+            raise InputError(
+                f"native: block {show(name)} gets a {type(strange).__name__}, which is no tensor that could cross from stage "
+                "to stage; for a cache of keys and values, set model.config.use_cache = False"
+            )
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        wanted, out_spec = pytree.tree_flatten(_noted(name, results[name], shapes_of(leaves)))
+        _calls.append(_Call(name, leaves, in_spec, wanted, out_spec))
+        made = iter(_unit(len(_calls) - 1, tensors))
+        return pytree.tree_unflatten([next(made) if isinstance(v, torch.Tensor) else v for v in wanted], out_spec)
 
-        return forward
-
-    kept = {name: vars(module).get("forward") for name, module in found.items()}
-    hooks = {name: {key: vars(module)[key] for key in _HOOKS} for name, module in found.items()}
+    before = {name: dict(vars(module)) for name, module in found.items()}
     try:
-        for name, module in found.items():
-            module.forward = stand_in(name)
-            vars(module).update({key: OrderedDict() for key in _HOOKS})  # they run when the unit itself is called
+        for name, module in found.items():  # hooks run when the unit itself is called
+            vars(module).update({key: OrderedDict() for key in _HOOKS} | {"forward": partial(stand_in, name)})
         yield
     finally:
         for name, module in found.items():
-            vars(module).update(hooks[name])
-            del module.forward
-            if kept[name] is not None:
-                module.forward = kept[name]  # type: ignore[assignment]
+            vars(module).pop("forward")
+            vars(module).update(before[name])
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -54,10 +54,11 @@ def _notes(strategy: Strategy, facts: ModelFacts) -> Iterator[str]:
     if conduct.couples and strategy.couple == "gather" and not micro:
         yield f"{COUPLES}: replicas gather what it reads, and compute it over all {strategy.batch} of a step"
     elif conduct.couples and not norm and not facts.sync_norm:
-        how = "" if conduct.indivisible or not conduct.samples else f" ({_figures(conduct)})"
-        yield (
-            f"{COUPLES}{_where(conduct)}: it is computed over {samples}{how}; --couple gather keeps the loss of the whole batch"
-        )
+        where = f" (first in {conduct.where})" if conduct.where else ""
+        whole, halves = f"{conduct.whole:.4g} in one piece", f"{conduct.parts:.4g} as the mean of two parts"
+        figures = f" (of {conduct.samples} example samples, {whole} and {halves})"
+        how = "" if conduct.indivisible or not conduct.samples else figures
+        yield f"{COUPLES}{where}: it is computed over {samples}{how}; --couple gather keeps the loss of the whole batch"
     if facts.branches:
         yield f"the forward looks at values outside of its blocks, and branches by those of {samples}"
     if conduct.reduction == SUM:
@@ -70,21 +71,14 @@ def _notes(strategy: Strategy, facts: ModelFacts) -> Iterator[str]:
         yield f"every replica and micro-batch writes {conduct.written[0]} by its own samples"
 
 
-def _where(conduct: Conduct) -> str:
-    return f" (first in {conduct.where})" if conduct.where else ""
-
-
-def _figures(conduct: Conduct) -> str:
-    whole, halves = f"{conduct.whole:.4g} in one piece", f"{conduct.parts:.4g} as the mean of two parts"
-    return f"of {conduct.samples} example samples, {whole} and {halves}"
-
-
 _PLAIN = (nn.Parameter, torch.Tensor, nn.Buffer, FakeTensor, UninitializedParameter, UninitializedBuffer)
 
 
 def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str | None = None) -> ModelFacts:
     """Returns facts about the modules of a model, with those about its layouts and its cut; nothing is run."""
-    hooked = {path: module for path, module in model.named_modules() if hooks_of(module)}
+    backward = {path for path, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks}
+    own = {path for path, m in model.named_modules() if m._forward_hooks or m._forward_pre_hooks or replaced_forward(m)}
+    hooked = [path for path, _ in model.named_modules() if path in own | backward]
     inside = [path for path, _ in units(model)]
     return ModelFacts(
         blocks=_needed(model),
@@ -94,9 +88,7 @@ def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str
         tensor=tensor or TensorFacts(),
         hooked=tuple(path or "the model" for path in hooked),
         hooked_outside=tuple(path or "the model" for path in hooked if owner(path, inside) is None),
-        backward_hooks=tuple(
-            path or "the model" for path, module in hooked.items() if module._backward_hooks or module._backward_pre_hooks
-        ),
+        backward_hooks=tuple(path or "the model" for path in hooked if path in backward),
         recurrent=next(
             (path for path, module in model.named_modules() if isinstance(module, (nn.RNNBase, nn.RNNCellBase))), None
         ),
@@ -104,12 +96,6 @@ def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str
             (f"{name} ({type(held).__name__})" for name, held in tensors_in(model).items() if type(held) not in _PLAIN), None
         ),
     )
-
-
-def hooks_of(module: nn.Module) -> bool:
-    """Returns whether a module has hooks on its forward or its backward, or a forward that was replaced."""
-    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooked) or replaced_forward(module)
 
 
 def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
@@ -194,7 +180,10 @@ def conduct_of_graph(graph: OpGraph, unseen: str) -> Conduct:
     if meets is not None:
         where = graph.op_module[meets]
         return replace(found, reduction="", where=where, mixing=(where,) if where else ())
-    return replace(found, reduction=TARGETS) if _is_mean_over_targets(ops) else found
+    forward = np.flatnonzero(graph.op_phase == FORWARD).tolist()
+    losses = [op for op in forward if base_name(graph.op_target[op]) in _OVER_TARGETS]
+    # the only cross-entropy of the step is its loss, which no other op reads
+    return replace(found, reduction=TARGETS) if len(losses) == 1 and not ops.after.get(losses[0]) else found
 
 
 def _meets(ops: ForwardOps, op: int) -> bool:
@@ -203,11 +192,3 @@ def _meets(ops: ForwardOps, op: int) -> bool:
     along = {name.partition(".")[0] for name in indices.dims.get(op, {}) if ops.runs(op, name) == SAMPLE}
     sums = indices.statistics.get(op, ())
     return len(along) > 1 or any(along and not any(name.partition(".")[0] in along for name in names) for names, _ in sums)
-
-
-def _is_mean_over_targets(ops: ForwardOps) -> bool:
-    """Returns whether the only cross-entropy of the step is its loss, which no other op reads."""
-    graph = ops.graph
-    forward = np.flatnonzero(graph.op_phase == FORWARD).tolist()
-    found = [op for op in forward if base_name(graph.op_target[op]) in _OVER_TARGETS]
-    return len(found) == 1 and not ops.after.get(found[0])

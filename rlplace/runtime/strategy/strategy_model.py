@@ -175,13 +175,11 @@ class StrategyModel(DistributedModel):
         own, together = self.place.replica, self._pipeline.data_degree // self.place.data_degree
         with torch.no_grad(), step_stream(self.random_state, self.place):
             outputs = self.runner.evaluate(passes)
+            each = list(zip(outputs or (), passes, strict=outputs is not None))
             if outputs is not None and self._gathers and self._loss is not None:
-                outputs = [
-                    (gather_output(output, one.samples, self.place), n)
-                    for (output, n), one in zip(outputs, passes, strict=True)
-                ]
+                outputs = [(gather_output(output, one.samples, self.place), n) for (output, n), one in each]
             if outputs is not None and self._loss is not None and (target is not None or not takes_target(self._loss)):
-                outputs = [self._loss_and_count(output, one) for (output, _), one in zip(outputs, passes, strict=True)]
+                outputs = [self._loss_and_count(output, one) for (output, _), (_, one) in zip(outputs, each, strict=True)]
         for module in {id(m): m for root in self._roots for m in root.modules() if isinstance(m, FSDPModule)}.values():
             module.reshard()  # without a backward nothing else does
         if outputs is not None and together > 1:
@@ -192,9 +190,8 @@ class StrategyModel(DistributedModel):
             ]
         mine = {} if outputs is None or self.place.index["tensor"] else {own: outputs}
         gathered = gather_values(mine, self.place.device, everywhere=True)
-        wanted = (
-            [own] if self.batching.share == "replica" or (self._gathers and self._loss is None) else [*range(len(replicas))]
-        )
+        alone = self.batching.share == "replica" or (self._gathers and self._loss is None)
+        wanted = [own] if alone else [*range(len(replicas))]
         parts = [output for made in (gathered.values() if len(wanted) > 1 else [gathered[own]]) for output in made]
         sizes = [size for replica in wanted for size in replicas[replica].sizes]
         spec = pytree.tree_structure(parts[0][0])

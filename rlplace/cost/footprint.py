@@ -136,7 +136,7 @@ def footprint(
     held = holdings(problem, graph)
     temporaries = _update_temporaries(problem, graph, options)
     return [
-        _DeviceMemory(problem, life, [h for h in held if devices[h.group] == index], index, options, temporaries).footprint()
+        _on_device(problem, life, [item for item in held if devices[item.group] == index], index, options, temporaries)
         for index in range(problem.num_devices)
     ]
 
@@ -151,139 +151,91 @@ def _update_temporaries(problem: Problem, graph: OpGraph | None, options: Memory
     return known.temporaries(options.optimizer_kernel) / copies
 
 
-class _DeviceMemory:
-    """Builds one device's events, in order, and reads the result."""
+Event = tuple[int, bool]
+"""An allocation by its number, and whether it starts."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        life: StepAllocations,
-        held: list[Holding],
-        index: int,
-        options: MemoryOptions,
-        temporaries: float,
-    ) -> None:
-        self.device, self.options, self.index, self.life = problem.devices[index], options, index, life
-        self.simulated = int(life.peak_memory_bytes[index])
-        self.held, self.temporaries = held, temporaries
-        self.ids: list[int] = []
-        self.sizes: list[int] = []
-        self.part: list[int] = []  # of every id, index into PARTS
-        self.size_of: list[int] = []
 
-    def new(self, part: str, size: int) -> int:
-        """Returns a further allocation, not made yet."""
-        self.part.append(PARTS.index(part))
-        self.size_of.append(size)
-        return len(self.part) - 1
+def _on_device(
+    problem: Problem, life: StepAllocations, held: list[Holding], index: int, options: MemoryOptions, temporaries: float
+) -> Footprint:
+    """Replays all steps of one device; `temporaries` are those of an update, in multiples of optimizer state."""
+    device, allocations = problem.devices[index], list[tuple[str, int]]()
+    events, first_step = _events(life, held, index, device.kind or "cpu", options, temporaries, allocations)
+    ids = [number for number, _ in events]
+    sizes = [allocations[number][1] if starts else -1 for number, starts in events]
+    context, communication = _outside(device, options)
+    capacity = None if device.memory_bytes is None else device.memory_bytes - context - communication
+    result = replay(ids, sizes, options=options.allocator, capacity_bytes=capacity)
+    fits = result.out_of_memory is None
+    if not fits:  # what it would take without a limit
+        result = replay(ids, sizes, options=options.allocator)
+    reserved = result.reserved_peak_bytes
+    parts = dict.fromkeys(PARTS, 0)
+    live = dict(events[: int(result.allocated_bytes.argmax()) + 1]) if events else {}
+    for number in (number for number, starts in live.items() if starts):
+        part, size = allocations[number]
+        parts[part] += size
+    parts["slack"] = reserved - sum(parts.values())
+    parts |= {"context": context, "communication": communication}
+    return Footprint(
+        device=device.name,
+        parts=parts,
+        allocated_peak_bytes=result.allocated_peak_bytes,
+        reserved_peak_bytes=reserved,
+        total_bytes=reserved + context + communication,
+        first_step_bytes=int(result.allocated_bytes[:first_step].max(initial=0)),
+        simulated_peak_bytes=int(life.peak_memory_bytes[index]),
+        capacity_bytes=device.memory_bytes,
+        fits=fits,
+        retries=result.retries,
+    )
 
-    def take(self, number: int) -> None:
-        self.ids.append(number)
-        self.sizes.append(self.size_of[number])
 
-    def give(self, number: int) -> None:
-        self.ids.append(number)
-        self.sizes.append(-1)
+def _events(
+    life: StepAllocations,
+    held: list[Holding],
+    index: int,
+    kind: str,
+    options: MemoryOptions,
+    temporaries: float,
+    allocations: list[tuple[str, int]],
+) -> tuple[list[Event], int]:
+    """Returns the events of all steps and how many are in the first; appends part and bytes to `allocations`."""
 
-    def footprint(self) -> Footprint:
-        first_step = self._run_steps()
-        device, options = self.device, self.options
-        context, communication = _outside(device, options)
-        capacity = None if device.memory_bytes is None else device.memory_bytes - context - communication
-        result = replay(self.ids, self.sizes, options=options.allocator, capacity_bytes=capacity)
-        fits = result.out_of_memory is None
-        if not fits:  # what it would take without a limit
-            result = replay(self.ids, self.sizes, options=options.allocator)
-        reserved = result.reserved_peak_bytes
-        parts = dict.fromkeys(PARTS, 0)
-        if self.ids:
-            peak = int(result.allocated_bytes.argmax())
-            live = np.zeros(len(self.part), dtype=bool)
-            for number, size in zip(self.ids[: peak + 1], self.sizes[: peak + 1], strict=True):
-                live[number] = size >= 0
-            totals = np.bincount(np.array(self.part)[live], np.array(self.size_of)[live], minlength=len(PARTS))
-            parts.update({name: int(total) for name, total in zip(PARTS, totals.tolist(), strict=True)})
-        parts["slack"] = reserved - sum(parts.values())
-        parts |= {"context": context, "communication": communication}
-        return Footprint(
-            device=device.name,
-            parts=parts,
-            allocated_peak_bytes=result.allocated_peak_bytes,
-            reserved_peak_bytes=reserved,
-            total_bytes=reserved + context + communication,
-            first_step_bytes=int(result.allocated_bytes[:first_step].max(initial=0)),
-            simulated_peak_bytes=self.simulated,
-            capacity_bytes=device.memory_bytes,
-            fits=fits,
-            retries=result.retries,
-        )
+    def new(part: str, size: int) -> int:
+        allocations.append((part, size))
+        return len(allocations) - 1
 
-    def _run_steps(self) -> int:
-        """Fills in the events of all steps; returns the number of events of the first."""
-        options = self.options
-        for item in self.held:
-            if item.part == WEIGHTS:
-                self.take(self.new("weights", item.bytes))
-        workspace = WORKSPACE_BYTES_OF_KIND.get(self.device.kind or "cpu", WORKSPACE_BYTES)
-        workspace = workspace if options.workspace_bytes is None else options.workspace_bytes
-        if workspace and (self.held or (self.life.device == self.index).any()):
-            self.take(self.new("workspace", workspace))
-        gradients = [item for item in self.held if item.part == GRADIENTS]
-        numbers = [self.new("gradients", item.bytes) for item in gradients]
-        appear: dict[int, list[int]] = {}  # events of the step before an appearance -> gradients
-        start = self.life.op_start.tolist()
-        for number, item in zip(numbers, gradients, strict=True):
-            at = min((start[op] for op in item.makers), default=len(self.life.item))
-            appear.setdefault(at, []).append(number)
-        body = self._body(appear)
-        states = [self.new("optimizer", item.bytes) for item in self.held if item.part == OPTIMIZER]
-        scratch = [self.new("temporaries", int(self.temporaries * self.size_of[number])) for number in states]
-        ends = []
-        for step in range(options.steps):
-            if step:
-                for number in numbers:  # zero_grad(set_to_none=True)
-                    self.give(number)
-            for number, starts in body:
-                (self.take if starts else self.give)(number)
-            if not step:
-                for number in states:
-                    self.take(number)
-            self._update(scratch)
-            ends.append(len(self.ids))
-        return ends[0]
+    def all_of(numbers: list[int], starts: bool) -> list[Event]:
+        return [(number, starts) for number in numbers]
 
-    def _body(self, appear: dict[int, list[int]]) -> list[tuple[int, bool]]:
-        """Returns the device's events of one step: (allocation, whether it starts)."""
-        life = self.life
-        mine = life.device == self.index
-        number_of: dict[int, int] = {}
-        for item in np.flatnonzero(mine).tolist():
-            kind = life.kind[item]
-            part = "activations" if kind == ACTIVATION else "received" if kind == RECEIVED else "temporaries"
-            number_of[item] = self.new(part, int(life.bytes[item]))
-        moments = sorted(appear)
-        body: list[tuple[int, bool]] = []
-        position = 0
-        for event in np.flatnonzero(mine[life.item]).tolist():
-            while position < len(moments) and moments[position] <= event:
-                body += [(number, True) for number in appear[moments[position]]]
-                position += 1
-            body.append((number_of[int(life.item[event])], bool(life.starts[event])))
-        for moment in moments[position:]:
-            body += [(number, True) for number in appear[moment]]
-        return body
-
-    def _update(self, scratch: list[int]) -> None:
-        """Adds temporaries of `optimizer.step()`: for all parameters at once, or one by one."""
-        if self.options.optimizer_kernel == "foreach":
-            for number in scratch:
-                self.take(number)
-            for number in scratch:
-                self.give(number)
-            return
-        for number in scratch:
-            self.take(number)
-            self.give(number)
+    mine = life.device == index
+    fixed = [new("weights", item.bytes) for item in held if item.part == WEIGHTS]
+    workspace = WORKSPACE_BYTES_OF_KIND.get(kind, WORKSPACE_BYTES)
+    workspace = workspace if options.workspace_bytes is None else options.workspace_bytes
+    if workspace and (held or mine.any()):
+        fixed.append(new("workspace", workspace))
+    own = {ACTIVATION: "activations", RECEIVED: "received"}
+    number_of = {
+        item: new(own.get(int(life.kind[item]), "temporaries"), int(life.bytes[item])) for item in np.flatnonzero(mine).tolist()
+    }
+    start = life.op_start.tolist()
+    body: list[tuple[int, int, int, bool]] = []  # position, whether an event of the step, allocation, whether it starts
+    for gradient in (item for item in held if item.part == GRADIENTS):
+        at = min((start[op] for op in gradient.makers), default=len(life.item))
+        body.append((at, 0, new("gradients", gradient.bytes), True))
+    gradients = [number for _, _, number, _ in body]
+    for event in np.flatnonzero(mine[life.item]).tolist():
+        body.append((event, 1, number_of[int(life.item[event])], bool(life.starts[event])))
+    passes = [(number, starts) for _, _, number, starts in sorted(body, key=lambda row: row[:2])]
+    states = [new("optimizer", item.bytes) for item in held if item.part == OPTIMIZER]
+    scratch = [new("temporaries", int(temporaries * allocations[number][1])) for number in states]
+    update = all_of(scratch, True) + all_of(scratch, False)  # of `optimizer.step()`: for all parameters at once,
+    if options.optimizer_kernel != "foreach":  # or one by one
+        update = [(number, starts) for number in scratch for starts in (True, False)]
+    first = all_of(fixed, True) + passes + all_of(states, True) + update
+    later = all_of(gradients, False) + passes + update  # zero_grad(set_to_none=True)
+    return first + later * (options.steps - 1), len(first)
 
 
 def _outside(device: Any, options: MemoryOptions) -> tuple[int, int]:

@@ -5,13 +5,13 @@ The cheapest of the algorithms that the devices' links allow:
 * Inside one fabric: its measured or fitted curves (`rlplace.cluster.fabric`).
 * Over any links: a ring, ``alpha + rounds (n-1)/n S/B`` with S the whole tensor and two rounds for an all-reduce, one for
   all-gather and reduce-scatter; a broadcast passes S once through the ring. For all-reduce and broadcast also a tree, whose
-  latency grows with log2(n) and whose bandwidth is half. All-to-all takes what its busiest channel takes. Sources: nccl-tests,
+  latency grows with log2(n) and whose bandwidth is half. All-to-all takes as long as its busiest channel. Sources: nccl-tests,
   doc/PERFORMANCE.md; NCCL, src/graph/tuning.cc.
 * Across fabrics of equal shares m: one ring a rail (the r-th devices of all fabrics), pipelined with the fabrics, at the
   smaller of m rails and the fabric; or in phases: reduce-scatter inside, all-reduce of 1/m on every rail, all-gather inside.
 
-B is what the slowest channel leaves when every hop of the ring is busy at once, so a network card or a bus that several hops
-share counts as often as it is used. Times never fall as messages grow. What is computed once for a set of devices is kept with
+B is the rate of the slowest channel when every hop of the ring is busy at once, so a network card or a bus that several hops
+share counts as often as it is used. Times never fall as messages grow. Results for a set of devices are cached with
 the links, so that hundreds of calls with other sizes cost little.
 """
 
@@ -41,7 +41,7 @@ HOP_LATENCY_SHARE = 1 / 3
 NCCL charges 3.4 us a hop over NVLink and 5.7 us over PCIe (tuning.cc, Simple protocol), a copy with its launch 10 and 15."""
 
 
-_LARGE = float(1 << 30)  # bytes: where the slowest of several fabrics is looked for
+_LARGE = float(1 << 30)  # bytes: the message size at which the slowest of several fabrics counts
 _Algorithm = tuple[Phase, ...]  # times of its phases add up
 _Share = tuple[Fabric | None, tuple[int, ...]]  # a fabric with those of a group's devices that it serves
 _Share = tuple[Fabric | None, tuple[int, ...]]  # a fabric with those of a group's devices that it serves

@@ -73,7 +73,7 @@ class TopologyTable(Record, frozen=True):
 
     Attributes:
         resource: Ports, buses, switches and cards.
-        path: What a transfer of each pair crosses; a pair without a path has no link.
+        path: The resources that a transfer of each pair crosses; a pair without a path has no link.
     """
 
     resource: list[_Resources]
@@ -160,7 +160,7 @@ class _Interconnect(Record, frozen=True):
     """The table ``[interconnect]``: other links than the kinds' makers ship.
 
     Attributes:
-        inside: Fabric of every host; None: what its kinds have.
+        inside: Fabric of every host; None: that of its kinds.
         network: Network cards of every host, ``"eth=25g"``, ``"ib=200g"`` or ``"ib=8x200g"``; None: that of the kind.
     """
 

@@ -33,7 +33,7 @@ DEVICES_PER_SOCKET = 4
 # Between two sockets, by the PCIe generation of the host: NCCL's figures for Skylake and Sapphire Rapids (src/graph/topo.h),
 # and copies between sockets measured at 39 to 51 GB/s on gen 5 hosts.
 SOCKET_BYTES_PER_S = {3: 10e9, 4: 22e9, 5: 45e9}
-# What one socket's memory moves for copies, both directions together (our assumption: a quarter to a half of its channels).
+# One socket's memory for copies, both directions together (our assumption: a quarter to a half of its channels).
 HOST_MEMORY_BYTES_PER_S = 60e9
 
 # NVLink2 links between the eight V100 of one host (hybrid cube mesh); 0 means PCIe.
@@ -191,7 +191,7 @@ class _Builder:
         staged = not (a.host_processor or b.host_processor or (a.pcie_peer and b.pcie_peer))
         if staged:
             over += [self.resource(f"memory {host}.{socket}", HOST_MEMORY_BYTES_PER_S) for socket in sockets]
-        if sockets[0] != sockets[-1]:  # a host processor stands for all sockets
+        if sockets[0] != sockets[-1]:  # a host processor is on all sockets
             bus = self.resource(f"sockets {host}.{sockets[0]}-{sockets[1]}", SOCKET_BYTES_PER_S[generation])
             over.insert(len(over) - staged, bus)
         if switches[0] != switches[1]:

@@ -38,7 +38,7 @@ class Cluster:
         kinds: D kinds, speeds and sizes of each device; their names are the devices' `kind`.
         links: Communication between the devices.
         hosts: D host numbers; devices of one host share its sockets' buses and its network card.
-        text: What `parse` understands as this cluster (preset text or file path), or None.
+        text: Text that `parse` reads as this cluster (preset or file path), or None.
     """
 
     name: str

@@ -7,7 +7,7 @@ torch 2.11 to 2.13 on one stream:
 1. A request is rounded up to 512 bytes (or to a fraction of the next power of two, `roundup_power2_divisions`).
 2. Up to 1 MiB it belongs to the small pool (segments of 2 MiB), else to the large one (20 MiB segments below 10 MiB, from there
    its size rounded up to 2 MiB).
-3. The smallest cached block that fits is taken, the lowest address among equals. What is left over is split off if it has 512
+3. The smallest cached block that fits is taken, the lowest address among equals. The rest is split off if it has 512
    bytes (small pool) or more than 1 MiB (large pool). A freed block merges with free neighbours of its segment.
 4. Without a fitting block a segment is made. If the device has no room: cached oversize blocks go first (with a split limit),
    then all cached whole segments, then it is out of memory.

@@ -1,11 +1,11 @@
 """The kernels of a graph's ops as flat rows, which curves price.
 
 A matrix product is a row with its m, n and k. The backward of a product is two rows, dX = dY W^T (m, k, n) and dW = X^T dY
-(k, n, m), or the one of them that autograd ran; that of a convolution is two rows of equal work. What such an op does beside
+(k, n, m), or the one of them that autograd ran; that of a convolution is two rows of equal work. The work of such an op beside
 its products (bias sums, casts, accumulation) is an element-wise row. Every other op is one row of equal kernels. Views and ops
 that move nothing have no row.
 
-`fused_traffic` has what a compiler saves: point-wise ops, reductions and norms that follow each other run as one kernel. A
+`fused_traffic` has the savings of a compiler: point-wise ops, reductions and norms that follow each other run as one kernel. A
 value that passes from such an op to another of the same phase stays in registers: the reader does not load it, and the producer
 does not store it when no other op needs it. Ops whose outputs all stay in registers launch no kernel of their own, and
 temporaries inside an op vanish. Matrix products, attention and convolutions are library calls and fuse with nothing. It is the
@@ -39,13 +39,13 @@ class Calls:
         kind: int64 [C], op class, an index into `OP_KINDS`.
         dtype: int64 [C], index into `dtypes`.
         dtypes: Names of dtypes.
-        direction: int64 [C], index into `rlplace.cost.table.DIRECTIONS`.
+        direction: int64 [C], index into `rlplace.cost.curve.DIRECTIONS`.
         flops: float64 [C], FLOPs of the row.
         size_bytes: float64 [C], bytes that the row reads and writes.
         count: float64 [C], equal kernels that the row is split into, at least 1.
         launches: float64 [C], launch floors that the row pays; below 1 for a share of a fused kernel.
         sizes: float64 [C] by name of `DIMS`, dims of one kernel; 1 where unknown. `align`: the largest of 8, 4, 2 and 1 that
-            divides the length of every matrix's rows in memory; 8 of what is no product.
+            divides the length of every matrix's rows in memory; 8 where the op is no product.
     """
 
     op: NDArray[np.int64]
@@ -111,7 +111,7 @@ def calls_of(graph: OpGraph, host: str = "eager") -> Calls:
 
     Args:
         graph: N ops.
-        host: "compiled" fuses what a compiler fuses.
+        host: "compiled" fuses like a compiler.
     """
     kind, direction, launches = op_codes(graph.op_kind), op_directions(graph), op_launches(graph, host)
     dtypes = tuple(sorted(set(graph.op_dtype)))
@@ -150,7 +150,7 @@ def calls_of(graph: OpGraph, host: str = "eager") -> Calls:
     pm, pn, pk = (np.concatenate([row[index] for row in rows]) for index in (1, 2, 3))
     product_bytes = element[product_op] * depth[product_op] * (pm * pk + pk * pn + pm * pn)
 
-    # What is left of an op beside its products, and ops without products.
+    # The rest of an op beside its products, and ops without products.
     used_flops, used_bytes, used_launches = (
         np.bincount(product_op, weights=weight, minlength=graph.num_ops)
         for weight in (one[product_op], product_bytes, np.ones(len(product_op)))
@@ -222,7 +222,7 @@ def update_passes(graph: OpGraph) -> float:
 
 
 def _backward_traffic(graph: OpGraph, kind: NDArray[np.int64], sizes: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
-    """Returns float64 [N], what the backwards of norms and softmax move beside what is counted: two operands and a result.
+    """Returns float64 [N], traffic of the backwards of norms and softmax in multiples of the count: two operands and a result.
 
     From PyTorch's layer_norm_kernel.cu and SoftMax.cu: both kernels of a norm read both operands. A softmax multiplies its
     operands first, three more passes at an element-wise kernel's rate; a log-softmax whose rows no warp holds reads one again.
@@ -240,7 +240,7 @@ WRITES_FUSED = (*POINTWISE, "norm", "softmax")
 
 
 def fused_traffic(graph: OpGraph) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns bytes and launches of every op when a compiler has fused what can be fused.
+    """Returns bytes and launches of every op after a compiler has fused all that it can.
 
     Args:
         graph: N ops.

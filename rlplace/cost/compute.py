@@ -13,7 +13,7 @@ the op graph; it replaces all that the op's class has.
 Host time: a device op cannot start before the host has issued it. The host walks the ops in execution order and needs an issue
 time for each; the device starts an op when it has been issued and the one before has ended. An op is charged from the end of
 the one before to its own end, so that the charges of all ops add up to the time of the step on one device: a launch-bound run
-of small ops costs what the host needs, and small ops behind a large one cost only their device time, because the host ran
+of small ops costs the host's issue time, and small ops behind a large one cost only their device time, because the host ran
 ahead.
 """
 

@@ -35,7 +35,7 @@ Direction = Literal["forward", "backward", "update", "backward_weight"]
 backward curve where it has none of its own. Other ops, and whole ops that were measured, have one backward."""
 
 Precision = Literal["float64", "float32", "tf32", "float16", "bfloat16"]
-"""Dtypes of curves: what the arithmetic runs in. tf32 is what cuDNN runs float32 convolutions in."""
+"""Dtypes of the arithmetic. tf32 is the one in which cuDNN runs float32 convolutions."""
 
 BASES: tuple[str, ...] = get_args(Basis)
 DIRECTIONS: tuple[str, ...] = get_args(Direction)
@@ -164,7 +164,7 @@ class Curve(Record, frozen=True):
         bandwidth_half_bytes: The same for bytes.
         floor_s: Time of the smallest kernel inside a step; None takes the device kind's `launch_s`.
         saturation: Exponent of g, in (0, 1].
-        overhead_s: What the measuring method added to every time that the curve was fitted on (launch and synchronisation
+        overhead_s: Time that the measuring method added to every time that the curve was fitted on (launch and synchronisation
             of a single call); not part of any prediction.
         basis: One of `BASES`.
         source: For display: data, software, method.

@@ -39,8 +39,8 @@ PARTS = (
     "weights", "gradients", "optimizer", "activations", "temporaries", "received", "workspace", "slack",
     "context", "communication",
 )  # fmt: skip
-"""Parts of a device's memory. Received: copies of what other devices made. Workspace: cuBLAS. Slack: what the allocator holds
-beyond what was asked of it. The last two it never sees."""
+"""Parts of a device's memory. Received: copies from other devices. Workspace: cuBLAS. Slack: reserved
+bytes beyond the requests. The last two are outside of the allocator."""
 
 WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
 """cuBLAS workspace per handle and stream (aten/src/ATen/cuda/CublasHandlePool.cpp); it comes from the caching allocator."""
@@ -85,7 +85,7 @@ class Footprint:
         parts: Bytes by entry of `PARTS` at the allocated peak; they add up to `total_bytes`.
         allocated_peak_bytes: Most that tensors take, rounding included (``torch.cuda.max_memory_allocated``).
         reserved_peak_bytes: Most that the allocator holds (``torch.cuda.max_memory_reserved``).
-        total_bytes: `reserved_peak_bytes`, context and communication: what a monitor of the device shows.
+        total_bytes: `reserved_peak_bytes`, context and communication, as a monitor of the device shows them.
         first_step_bytes: Peak of allocated bytes in the first step, before there is optimizer state.
         simulated_peak_bytes: Peak by the planners' rule.
         capacity_bytes: Capacity of the device; None: no limit.

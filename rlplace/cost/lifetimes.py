@@ -1,6 +1,6 @@
 """Lifetimes of the memory of a simulated step: the executor's memory rule as a list of allocations and frees.
 
-The simulators keep a running sum per device. The allocator, and a table of what a peak is made of, need the single allocations
+The simulators keep a running sum per device. The allocator, and the table of a peak's parts, need the single allocations
 in the order in which they happen. `lifetimes` runs the reference simulator and notes them, so that the running sum over its
 list has the simulator's peak by construction.
 
@@ -96,7 +96,7 @@ def lifetimes(problem: Problem, plan: PlacementPlan | Sequence[int] | NDArray[An
 
 
 class _AllocationRun(ReferenceRun):
-    """The reference simulator, noting what takes memory."""
+    """The reference simulator, with a record of every allocation and free."""
 
     def __init__(self, problem: Problem, *rest: Any) -> None:
         super().__init__(problem, *rest)
@@ -162,7 +162,7 @@ class Holding:
 
 
 def holdings(problem: Problem, graph: OpGraph | None = None) -> list[Holding]:
-    """Returns the allocations behind a problem's resident bytes; per group and part they add up to what the problem says.
+    """Returns the allocations behind a problem's resident bytes; per group and part they add up to those of the problem.
 
     Args:
         problem: The problem, at op level where there is a `graph`.
@@ -195,7 +195,7 @@ def holdings(problem: Problem, graph: OpGraph | None = None) -> list[Holding]:
 
 
 def _fitted(items: list[Holding], whole: Holding) -> list[Holding]:
-    """Items that add up to `whole`: scaled down, or with one more for what they leave out."""
+    """Returns items that add up to `whole`: scaled down, or with one more for the rest."""
     total = sum(item.bytes for item in items)
     if total <= whole.bytes:
         rest = whole.bytes - total

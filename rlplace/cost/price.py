@@ -51,7 +51,7 @@ def price(
     Returns:
         The problem, with `group_ops` and `group_modules` filled in. A group's resident bytes are the weights, gradients and
         optimizer state of its parameters, and, counted as weights, the buffers and inputs that it reads first. Its `source`
-        says what the times of each device kind rest on (``source["op_times"]``: share of the step by basis).
+        has the basis of the times of each device kind (``source["op_times"]``: share of the step by basis).
     """
     if level not in LEVELS:
         raise unknown_name("level", level, LEVELS)

@@ -65,14 +65,14 @@ CLASSES: dict[str, OpClass] = {
 }
 
 TF32_CLASSES = ("conv", "recurrent")
-"""What cuDNN runs; its tf32 is on by default, that of matrix products is off."""
+"""Classes that cuDNN runs; its tf32 is on by default, that of matrix products is off."""
 
 RELATED: Mapping[str, str] = {"h100": "h200", "h200": "a100-80g"}
 """Whose fitted fractions a kind borrows where it has none of its own: the same chip, or the nearest one with a full power
 budget. Leaving one device out (docs/cost-model/accuracy.md) shows what that is worth; power-limited cards lend none."""
 
 HALF_PRECISION_HALF_S = 16e-6
-"""`gemm_half_s` of attention and convolutions in half precision. What fp32 kernels take to fill a device is longer, for its
+"""`gemm_half_s` of attention and convolutions in half precision. Kernels in float32 take longer to fill a device, for its
 peak is a fifteenth."""
 
 HALF_PRECISION_PRODUCT_S = 2e-6
@@ -153,7 +153,7 @@ def find_curve(kind: DeviceKind, costs: CostTable, op: str, precision: str, dire
         costs: Curves by the name of the kind; a kind called "name/..." uses those of "name".
         op: Op class.
         precision: Precision of the op's arithmetic, see `precision_of`.
-        direction: One of `rlplace.cost.table.DIRECTIONS`.
+        direction: One of `rlplace.cost.curve.DIRECTIONS`.
     """
     name = base_name(kind.name)
     own = costs.kinds[name].curves if name in costs.kinds else {}

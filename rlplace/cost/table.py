@@ -32,7 +32,7 @@ _NUMBERS = ("eager_issue_s", "eager_view_s", "compiled_issue_s", "layer_issue_s"
 HOST_MODES = ("eager", "compiled")
 
 EAGER_ISSUE_S = 25e-6
-"""Host time to issue one kernel in eager mode, with what Python, autograd and the optimizer's loop do for it.
+"""Host time to issue one kernel in eager mode, the work of Python, autograd and the optimizer's loop included.
 
 Transformers on one H200 take 25 to 35 us where they wait for the host (docs/cost-model.md, Host time); 5 to 10 us is the bare
 dispatch of an op."""

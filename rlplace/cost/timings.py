@@ -28,8 +28,9 @@ SomeSeconds = Annotated[float, Meta(gt=0, le=1e6)]
 Reading = Seconds
 
 CacheState = Literal["step", "warm", "flushed"]
-"""What was in the caches when an op ran: whatever the ops before it in a real training step left there (`step`); its own inputs
-(`warm`); nothing of its own (`flushed`)."""
+"""Contents of the caches when an op ran: those that the ops before it in a real training step left there (`step`); its own
+inputs (`warm`); nothing of its own (`flushed`).
+"""
 
 
 class MeasuredOp(Record, frozen=True):

@@ -30,7 +30,7 @@ class OpTiming:
         size_bytes: Bytes read plus written.
         seconds: Measured time of the whole op.
         calls: Kernels of equal work that the op consists of; FLOPs and bytes are split between them.
-        dims: Sizes by name of `rlplace.cost.table.DIMS`, for residuals and measured shapes.
+        dims: Sizes by name of `rlplace.cost.curve.DIMS`, for residuals and measured shapes.
     """
 
     flops: float

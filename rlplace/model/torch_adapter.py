@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-# Tensors without data, and what their ops raise where a value is read: pytorch #173589 (`torch.subclasses`).
+# Tensors without data, and the errors of their ops where a value is read: pytorch #173589 (`torch.subclasses`).
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 
 # `Tensor.backward` switches function modes off while it runs, so that a checkpoint's second forward would run unlike its first.

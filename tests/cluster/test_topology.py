@@ -21,7 +21,7 @@ def conflicts(channels):
 
 
 def plain_channels(topology):
-    """The rules of the module docstring, one path and resource at a time, with nothing left out."""
+    """Applies the rules of the module docstring, one path and resource at a time, with nothing left out."""
     capacity = [r.bytes_per_s for r in topology.resources]
     rate = {}
     for pair, path in topology.paths.items():

@@ -49,7 +49,7 @@ def step(module, inputs, autocast: torch.dtype | None = None) -> None:
 
 
 def layer_bytes(spec: str, batch: int, seq: int, key: str, **how) -> float:
-    """Activation bytes that one more layer holds when the backward begins."""
+    """Returns activation bytes that one more layer holds when the backward begins."""
     held = []
     for layers in (2, 3):
         loaded = load_model(f"{spec},{key}={layers}", batch=batch, seq=seq)

@@ -126,7 +126,7 @@ def test_a_view_pays_the_host_time_of_its_backward():
 
 
 def issued(name, launches, step_s):
-    """Four ops of 1 us of work, each of which the host takes 30 us to issue as it was seen between marks."""
+    """Makes four ops of 1 us of work, each of which the host took 30 us to issue between marks."""
     ops = [
         msgspec.structs.replace(o, seconds=1e-6, issue_s=3e-5) for o in sweep("aten.add.Tensor", "elementwise", 0.1, SIZES[:4])
     ]

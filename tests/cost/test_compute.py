@@ -23,7 +23,7 @@ FITTED = [(kind, op) for kind, costs in shipped_costs().kinds.items() for op, _,
 
 
 def product(m, n, k, batch=1, *, kind=A100, op=None, dtype="float32"):
-    """Seconds of one product without its launch."""
+    """Returns seconds of one product without its launch."""
     op = op or ("bmm" if batch > 1 else "gemm")
     precision = precision_of(kind, op, dtype)
     curve = find_curve(kind, shipped_costs(), op, precision, "forward")
@@ -38,7 +38,7 @@ def product(m, n, k, batch=1, *, kind=A100, op=None, dtype="float32"):
 
 
 def one_op(kind="elementwise", *, flops=0.0, size_bytes=400, dtype="float32", **dims):
-    """A graph of one op that reads and writes `size_bytes` in all."""
+    """Makes a graph of one op that reads and writes `size_bytes` in all."""
     builder = GraphBuilder()
     builder.op("a", [builder.input(size_bytes // 2)], size_bytes - size_bytes // 2, kind=kind, flops=flops, dtype=dtype)
     return dataclasses.replace(builder.build(), op_dims={0: dims} if dims else {})
@@ -266,7 +266,7 @@ def test_a_run_of_small_ops_takes_what_the_host_needs():
 
 
 def layered():
-    """Two layers of three small ops, the second one of a nested list, an op before and one behind."""
+    """Makes two layers of three small ops, the second one of a nested list, an op before and one behind."""
     builder = GraphBuilder()
     value = builder.input(8)
     for module in ("first", *["stages.0"] * 3, *["stages.1.blocks.7"] * 3, "head2"):

@@ -1,4 +1,4 @@
-"""What one measured GPU added to prices: products whose rows do not fit tensor cores, passes of an update, the host's time."""
+"""Facts of one measured GPU in prices: products whose rows do not fit tensor cores, passes of an update, the host's time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ H200, ROWS = KINDS["h200"], Path(__file__).parents[2] / "benchmarks/gpu/h200"
 
 
 def head(words, optimizer="adam", dtype=torch.bfloat16):
-    """A step of a linear layer from 768 to so many words, on 4,096 positions."""
+    """Captures a step of a linear layer from 768 to so many words, on 4,096 positions."""
     with torch.device("meta"):
         layer = nn.Linear(768, words, bias=False, dtype=dtype)
     return capture(layer, (torch.zeros(4096, 768, dtype=dtype, device="meta"),), loss=lambda y: y.sum(), optimizer=optimizer)

@@ -12,7 +12,7 @@ KIB = 1024
 
 
 def run(text, **options):
-    """``"a=3M b=512K -a"``: allocations and frees by name; the rest are options and the capacity."""
+    """Replays ``"a=3M b=512K -a"``: allocations and frees by name; the rest are options and the capacity."""
     capacity = options.pop("capacity", None)
     names: dict[str, int] = {}
     ids, sizes = [], []
@@ -152,7 +152,7 @@ SIZES = st.one_of(
 
 @st.composite
 def sequences(draw):
-    """Sizes to allocate; some allocations are freed in between, in any order."""
+    """Draws sizes to allocate; some allocations are freed in between, in any order."""
     ids, sizes, live = [], [], []
     for number in range(draw(st.integers(1, 40))):
         ids.append(number)

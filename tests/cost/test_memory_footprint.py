@@ -37,7 +37,7 @@ def plan_of(problem, devices, **options):
 
 
 def with_ties(problem, seed):
-    """Whole-number times, zero among them, so that much happens in one instant."""
+    """Draws whole-number times, zero among them, so that much happens in one instant."""
     rng = np.random.default_rng(seed)
     count = problem.num_devices
     latency = rng.integers(0, 2, (count, count)).astype(float)
@@ -91,7 +91,7 @@ def test_parts_add_up_and_kernels_and_pages_stay_above_what_is_live(seed, level,
 
 
 def chain(weight=40 * MIB, activation=30 * MIB, temporary=0, devices=1, memory=None):
-    """One group: forward makes an activation, backward reads it, an update follows."""
+    """Makes one group: forward makes an activation, backward reads it, an update follows."""
     return Problem(
         name="chain",
         samples_per_microbatch=1,
@@ -215,7 +215,7 @@ def test_inner_peak_agrees_with_a_plain_replay():
 
 
 def adam_problem():
-    """Four groups with 10 bytes of weights, 10 of gradients and 20 of Adam's moments each."""
+    """Makes four groups with 10 bytes of weights, 10 of gradients and 20 of Adam's moments each."""
     part = np.full(4, 10, dtype=np.int64)
     return dataclasses.replace(
         random_problem(0, 4, 4), weight_bytes=part, gradient_bytes=part, optimizer_bytes=2 * part, resident_bytes=4 * part

@@ -33,7 +33,7 @@ def build(spec, batch, seq, device="cpu"):
 
 
 def real_peak(module, inputs, autocast=None):
-    """Peak of forward and backward."""
+    """Returns the peak of forward and backward."""
     live = LiveBytes()
     for tensor in [*module.parameters(), *module.buffers(), *(leaf for leaf in tree_leaves(inputs) if torch.is_tensor(leaf))]:
         live.add(tensor)
@@ -43,7 +43,7 @@ def real_peak(module, inputs, autocast=None):
 
 
 def replayed(module, inputs, **options):
-    """Peak by capture and replay, in the order of the program; and the graph."""
+    """Returns the peak by capture and replay, in the order of the program; and the graph."""
     graph = capture(module, inputs, optimizer="sgd", **options)
     problem = price(graph, "cpu:1", level="op")
     plan = PlacementPlan(
@@ -194,7 +194,7 @@ class Weights(nn.Module):
 
 
 def states(**options):
-    """Bytes per parameter of weights, gradients and optimizer state."""
+    """Returns bytes per parameter of weights, gradients and optimizer state."""
     graph = capture(Weights(), (torch.zeros(1, 512),), loss=lambda y: y.float().sum(), **options)
     problem = price(graph, "a100-80g:1", groups=4)
     whole = PlacementPlan(problem.fingerprint, "test", 0, np.zeros(problem.num_groups, dtype=np.int32))

@@ -147,7 +147,7 @@ def test_views_do_not_keep_storages_alive():
 
 
 def by_module(graph, names):
-    """A grouping with a group for each of these modules; an update goes to the last."""
+    """Makes a grouping with a group for each of these modules; an update goes to the last."""
     number = {name: group for group, name in enumerate(names)}
     cluster = [number[graph.op_module[op]] if op >= 0 else len(names) - 1 for op in graph.op_forward.tolist()]
     cluster = np.where(graph.op_phase == UPDATE, len(names) - 1, cluster).astype(np.int32)

@@ -1,4 +1,4 @@
-"""What the captured graph of a small module looks like: storages, ties, in-place writes, memory, fallbacks, errors."""
+"""The captured graph of small modules: storages, ties, in-place writes, memory, fallbacks, errors."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def tensors(graph, role, producer=None):
 
 
 def live_peak(graph):
-    """Peak of activations and temporaries when the ops run one after the other in their order."""
+    """Returns the peak of activations and temporaries when the ops run one after the other in their order."""
     live = peak = 0
     frees = {}
     by_producer = {}

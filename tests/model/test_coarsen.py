@@ -21,7 +21,7 @@ graphs = st.builds(
 
 
 def one_value_per_set(sets, values):
-    """Whether all members of each set have one value."""
+    """Returns whether all members of each set have one value."""
     order = np.lexsort((values, sets))
     s, v = np.asarray(sets)[order], np.asarray(values)[order]
     return not ((s[1:] == s[:-1]) & (v[1:] != v[:-1])).any()

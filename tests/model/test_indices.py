@@ -55,7 +55,7 @@ ARGUMENTS = {
 
 
 def cut_of(tensor, names, name, part):
-    """One of two halves of a tensor along the dimension, the whole where it has none."""
+    """Returns one of two halves of a tensor along the dimension, the whole where it has none."""
     return tensor.chunk(2, names.index(name))[part] if name in names else tensor
 
 

@@ -73,7 +73,7 @@ def differing(a, b):
 
 
 def repeated(monkeypatch, model, inputs, **options):
-    """The graph of a model whose lists may be repeated, and whether it was made from a few of their elements."""
+    """Returns the graph of a model whose lists may be repeated, and whether it was made from a few of their elements."""
     real, used = layers.unroll, []
     with monkeypatch.context() as patch:
         patch.setattr(layers, "LEAST", 6)

@@ -120,7 +120,7 @@ def test_a_linear_layer_splits_into_its_two_products():
 
 
 def test_what_is_computed_from_parameters_alone_goes_with_the_weights():
-    """Position tables are read at fixed positions: their gradient, and the sum over the batch before it, wait for nobody."""
+    """Position tables are read at fixed positions: no op waits for their gradient and the sum over the batch before it."""
     model = load_model(MODELS["gpt2"], batch=2, seq=16)
     split = split_weight_gradients(capture(model.module, model.example_inputs))[0]
     tables = [i for i, name in enumerate(split.op_names) if "wpe" in name and ".backward" in name]

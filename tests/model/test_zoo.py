@@ -141,7 +141,7 @@ LLAMA = {"model_type": "llama", "num_key_value_heads": 1, "max_position_embeddin
 
 @pytest.fixture
 def config(tmp_path):
-    """A folder with the configuration of a small Llama, as published models have."""
+    """Makes a folder with the configuration of a small Llama, as published models have."""
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **LLAMA}))
     return tmp_path
 

@@ -180,7 +180,9 @@ class Assembly:
         if key[0] == FORWARD_OF and self.is_view(key):
             return "view"
         if whole in ("gemm", "bmm", "conv") and any(kind_of(self.events[i].name) == whole for i in self.ops[key].events):
-            return whole  # however small the product is beside what else runs, so that the kind does not change with the batch
+            return (
+                whole  # however small the product is beside the other kernels, so that the kind does not change with the batch
+            )
         event = self.dominant(key)
         return whole if event is None else kind_of(event.name)
 
@@ -286,7 +288,7 @@ class Tensors:
             size = int(self.assembly.recording.storages[storage].nbytes())
             users = sorted(number[key] for key in keys_of)
             edge = number[producer], tuple(users)
-            # What an op saves for its own backward op has one lifetime and never travels: one tensor.
+            # The tensors that an op saves for its own backward op have one lifetime and are never sent: one tensor.
             if edge in merged and producer[0] == FORWARD_OF and keys_of == ((BACKWARD_OF, producer[1]),):
                 merged[edge] = merged[edge][0] + size, -1
             elif edge in merged:

@@ -25,7 +25,7 @@ from rlplace.problem.order import UnionFind, components, topological_order
 
 
 def build_graph(assembly: Assembly, **fields: Any) -> OpGraph:
-    """Numbers the ops, forms the tensors and returns the checked graph.
+    """Assigns numbers to the ops, forms the tensors and returns the checked graph.
 
     Args:
         assembly: Events by op.

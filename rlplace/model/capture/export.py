@@ -72,7 +72,7 @@ def loses(function: Any, args: Any, kwargs: Any) -> str | None:
 
 
 class RefuseLosses(TorchFunctionMode):
-    """Raises `OwnBackwardError` where a forward does what an exported graph would lose."""
+    """Mode that raises `OwnBackwardError` for calls that an exported graph would lose."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         changed = loses(function, args, kwargs)
@@ -111,7 +111,7 @@ class TrainingGraph:
     """An exported forward.
 
     Attributes:
-        program: What `torch.export` returned: training IR, in-place ops and ties kept.
+        program: The result of `torch.export`: training IR, in-place ops and ties kept.
         module: Its `fx.GraphModule`. It holds the parameters and buffers of the exported module itself (the same tensor
             objects, also when tied) under ``get_attr`` nodes, and is called like that module, with the same argument
             structure.
@@ -178,7 +178,7 @@ def module_path(node: fx.Node) -> str:
     if not stack:
         return ""
     path = str(list(stack.values())[-1][0])
-    # Repeated calls of one module are told apart by "@1", "@2"; non-strict export prefixes "L['self']" in some versions.
+    # Repeated calls of one module are numbered "@1", "@2"; non-strict export prefixes "L['self']" in some versions.
     path = path.partition("@")[0]
     for prefix in ("L['self'].", "L['self']", "L__self___"):
         path = path.removeprefix(prefix)
@@ -238,7 +238,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def is_check(node: fx.Node) -> bool:
-    """Returns nodes that only assert what export saw: the devices they name are not the ones used here."""
+    """Returns whether a node only asserts devices, dtypes and sizes of the export, which may differ here."""
     return (node.op == "call_module" and str(node.target) == "_guards_fn") or (
         node.op == "call_function" and "_assert_tensor_metadata" in str(node.target)
     )

@@ -42,7 +42,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """Returns the module without its values: what is traced when inputs of another shape come."""
+    """Returns the module without its values, to be traced with inputs of another shape."""
     memo = computed_values(model)
     for tensor in tensors_in(model).values():
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

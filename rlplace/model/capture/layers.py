@@ -48,7 +48,7 @@ _BEFORE, _AFTER = -1, SHORT
 
 
 class UnlikeError(RuntimeError):
-    """The layers of a list are not alike, or what joins them cannot be repeated."""
+    """The layers of a list are not alike, or the tensors between them cannot be repeated."""
 
 
 class Repeated:

@@ -141,7 +141,7 @@ class EagerRecorder(StepRecorder):
             self._open = False
 
     def end_forward(self) -> None:
-        """Closes the last label; what follows is the loss and the backward."""
+        """Closes the last label, before the loss and the backward."""
         self.claim(self.current)
         self.current = -1
         self._active = False

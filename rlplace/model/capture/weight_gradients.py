@@ -4,7 +4,7 @@ The gradient of a linear layer is two products: dX = dY W, which the layers befo
 optimizer does. A backward op that makes gradients of parameters *and* passes gradients on becomes two ops: an input-gradient
 op that keeps its name and phase, and ``NAME_weight`` of phase backward_weight, run after it (Qi et al. 2023; torch does the
 same in `stage_backward_input` and `stage_backward_weight`). A backward op that does nothing but parameter gradients
-(embeddings, the first layer, what is computed from parameters alone) becomes a weight-gradient op as a whole. FLOPs and bytes
+(embeddings, the first layer, ops on parameters alone) becomes a weight-gradient op as a whole. FLOPs and bytes
 add up to what they were.
 
 Not split: attention and selective scans, whose kernels make all gradients in one walk, and ops that others wait for after an
@@ -113,7 +113,7 @@ def part_times(whole_s: NDArray[np.float64], parts_s: NDArray[np.float64], origi
 
     Args:
         whole_s: float64 [N, D], times before the split.
-        parts_s: float64 [N', D], what each part would take on its own; only the ratio of two parts counts.
+        parts_s: float64 [N', D], time of each part on its own; only the ratio of two parts counts.
         origin: int32 [N'], see `split_weight_gradients`.
 
     Returns:
@@ -142,7 +142,7 @@ def _forward_of_parameters(graph: OpGraph) -> NDArray[np.bool_]:
 
 
 def _weight_side(graph: OpGraph, constant: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Marks [T] the gradients that lead to parameters and nowhere else: of parameters, and of what is computed from them."""
+    """Marks [T] the gradients that lead to parameters alone: of parameters, and of tensors computed from them alone."""
     aside = (graph.op_phase == BACKWARD) & constant[np.maximum(graph.op_forward, 0)]
     tensor, producer = graph.edge_tensor, graph.tensor_producer
     made_by_backward = (producer >= 0) & (graph.op_phase[np.maximum(producer, 0)] == BACKWARD)

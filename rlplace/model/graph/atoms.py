@@ -171,7 +171,7 @@ def op_anchors(graph: OpGraph) -> NDArray[np.int32]:
     forward = np.flatnonzero(graph.op_phase == FORWARD)
     reader = np.full(len(graph.parameters), -1, dtype=np.int64)
     producer, first = graph.tensor_producer, graph.consumer_ptr[:-1]
-    for role in (GRADIENT, PARAMETER):  # what reads a parameter comes before what only makes its gradient
+    for role in (GRADIENT, PARAMETER):  # readers of a parameter come before ops that only make its gradient
         for tensor in np.flatnonzero(graph.tensor_role == role)[::-1].tolist():
             op = int(producer[tensor])
             if role == PARAMETER and graph.consumer_ptr[tensor + 1] > first[tensor]:

@@ -157,7 +157,7 @@ class _Contraction:
     def run(self) -> None:
         # Clusters of one group that can be one cluster are: they cannot be placed apart anyway.
         self.dag.contract_edges(self.dag.edges(), self.rank, self.same_group, self.merged_free)
-        # What takes no time and holds nothing (views of inputs) is no decision of its own.
+        # Nodes without time and bytes (views of inputs) are no decision of their own.
         self.dag.contract_edges(self.dag.edges(), self.rank, self.weightless, self.merged_free)
         for node, reader in self.loose_views:
             a, b = self.dag.find(node), self.dag.find(reader)

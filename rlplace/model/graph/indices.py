@@ -2,8 +2,8 @@
 
 Each storage is a number line of its elements; a view's dimension of size z and stride t covers the strides from t to z t. Where
 one op sees 768 columns and the next 12 heads of 64, the storage is cut at stride 64, the op that made it gets dimensions
-``n.0`` (12) and ``n.1`` (64), and so does everything that these run along. What cannot be brought in line (a slice that does
-not divide its storage) cannot be cut.
+``n.0`` (12) and ``n.1`` (64), and so does everything that these run along. A dimension that cannot be aligned (a slice that
+does not divide its storage) cannot be cut.
 
 Gradients have no rules of their own: the gradient of a tensor has the axes of that tensor, seen by the backward ops as by
 their forward ops.

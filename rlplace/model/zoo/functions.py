@@ -131,7 +131,7 @@ def guessed(text: str) -> Any:
 
 
 PAGE = "docs/quickstart.md, A model of your own"
-"""Where the documentation says what such a function looks like."""
+"""Page of the documentation about such functions."""
 
 _NO_MODELS = frozenset({*sys.stdlib_module_names, "numpy", "pip", "pkg_resources", "setuptools", "torch"})
 """Packages whose functions build no models, but could do anything else with the options of a foreign plan."""
@@ -283,8 +283,8 @@ def fixed_line(spec: str, samples: int, then: str) -> str:
 
     Args:
         spec: MODEL text.
-        samples: What it gives.
-        then: What follows from it.
+        samples: The samples that it gives.
+        then: The consequence.
     """
     return (
         f"model {show(spec)} gives {samples} sample{'s' if samples > 1 else ''} whatever is asked: {then}; give the function a "
@@ -301,7 +301,7 @@ def _kind(value: Any) -> str:
 def _import(source: str) -> Any:
     """Imports a dotted module, also from the current folder, or a Python file, which sees the files beside it.
 
-    The folder stays importable, for the module's code may import later what it needs.
+    The folder stays importable, for the module's code may import more when it runs.
     """
     if source.endswith(".py"):
         path = Path(source)

@@ -1,6 +1,6 @@
 """Models of the transformers library from their configuration classes: random weights, the head that is trained, inputs.
 
-Inputs are synthetic batches of what a forward asks for, with labels where its head computes a loss.
+Inputs are synthetic batches of the arguments that a forward requires, with labels where its head computes a loss.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _SPECIAL = ("image_token_id", "image_token_index", "video_token_id", "audio_toke
 
 
 class _Batch:
-    """The sizes of a batch, and what it draws from."""
+    """The sizes of a batch, and the generator of its values."""
 
     def __init__(self, config: Any, task: str, size: int, seq: int) -> None:
         self.config, self.task, self.size, self.seq = config, task, size, seq
         self.generator = torch.Generator().manual_seed(0)
 
-    def said(self, *names: str, default: Any = None) -> Any:
+    def setting(self, *names: str, default: Any = None) -> Any:
         """Returns the first of these that the configuration, or one inside it, sets."""
         inner = [getattr(self.config, key, None) for key in (getattr(self.config, "sub_configs", None) or ())]
         values = (getattr(config, name, None) for config in (self.config, *inner) for name in names)
@@ -49,35 +49,40 @@ class _Batch:
         return self.below(self.config.num_labels, *shape)
 
     def tokens(self) -> torch.Tensor:
-        high = int(getattr(self.config.get_text_config(decoder=True), "vocab_size", None) or self.said("vocab_size", default=2))
+        high = int(
+            getattr(self.config.get_text_config(decoder=True), "vocab_size", None) or self.setting("vocab_size", default=2)
+        )
         ids = self.below(high, self.seq)
         for special in filter(None, (getattr(self.config, name, None) for name in _SPECIAL)):
             ids = torch.where(ids == special, (int(special) + 1) % high, ids)
         return ids
 
     def sides(self) -> tuple[int, int]:
-        size = self.said("image_size", "crop_size", default=224)
+        size = self.setting("image_size", "crop_size", default=224)
         height, width = (size, size) if isinstance(size, int) else size.values() if isinstance(size, dict) else size
         return int(height), int(width)
 
     def images(self) -> torch.Tensor:
-        frames = self.said("num_frames", "frames_per_clip", default=8 if self.task == "video" else None)
+        frames = self.setting("num_frames", "frames_per_clip", default=8 if self.task == "video" else None)
         video = [frames] if self.task == "video" or (self.task in ("contrastive", "outputs") and frames) else []
-        return self.rand(*video, self.said("num_channels", "in_channels", "in_chans", default=3), *self.sides())
+        return self.rand(*video, self.setting("num_channels", "in_channels", "in_chans", default=3), *self.sides())
 
     def sound(self) -> torch.Tensor:
         bins, length, strides = (
-            self.said("num_mel_bins"),
-            self.said("max_length"),
-            self.said("conv_stride", "upsampling_ratios"),
+            self.setting("num_mel_bins"),
+            self.setting("max_length"),
+            self.setting("conv_stride", "upsampling_ratios"),
         )
         if bins is not None and length is not None:
             return self.rand(length, bins)
-        samples, channels = self.seq * math.prod(strides or (320,)), self.said("audio_channels")
+        samples, channels = self.seq * math.prod(strides or (320,)), self.setting("audio_channels")
         return self.rand(samples) if strides and channels is None else self.rand(channels or 1, samples)
 
     def spectrum(self) -> torch.Tensor:
-        bins, frames = self.said("feature_projection_input_dim", "input_dim", "num_mel_bins"), self.said("max_source_positions")
+        bins, frames = (
+            self.setting("feature_projection_input_dim", "input_dim", "num_mel_bins"),
+            self.setting("max_source_positions"),
+        )
         if bins is None:
             raise InputError("its configuration does not say how many mel bins it reads")
         return self.rand(8 * self.seq, bins) if frames is None else self.rand(bins, 2 * frames)
@@ -91,7 +96,7 @@ _ARGUMENTS: Mapping[str, Callable[[_Batch], Any]] = {
     "input_values": _Batch.sound,
     "input_features": _Batch.spectrum,
     "bbox": lambda batch: batch.below(2, batch.seq, 4),
-    "past_values": lambda batch: batch.rand(batch.said("context_length"), batch.said("num_input_channels", default=1)),
+    "past_values": lambda batch: batch.rand(batch.setting("context_length"), batch.setting("num_input_channels", default=1)),
     "return_loss": lambda batch: True,
 }
 """Makers of the arguments of a forward, by name."""
@@ -102,7 +107,7 @@ _LABELS: Mapping[str, Callable[[_Batch], torch.Tensor]] = {
     "pixels": lambda batch: batch.classes(*batch.sides()),
     "words": lambda batch: batch.classes(batch.seq),
 }
-"""What a head is trained towards; "causal" towards its own tokens, all others towards outputs of zero."""
+"""Makers of the targets of a head; "causal" has its own tokens, all others outputs of zero."""
 
 
 def inputs_of(module: nn.Module, config: Any, kind: str, task: str, size: int, seq: int) -> dict[str, Any]:
@@ -220,7 +225,7 @@ def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.
 
 
 _NOT_BUILT = ("model_type", "transformers_version", "auto_map", "quantization_config", "dtype", "torch_dtype")
-"""What a configuration's file says beside the architecture: other code, and what weights that are not read are stored in."""
+"""Keys of a configuration's file that are not about the architecture: other code, and the storage of weights."""
 
 
 def read_config(name: str, known: Collection[str]) -> tuple[str, dict[str, Any]]:

@@ -27,7 +27,7 @@ LARGE = "h100:128x8,ib=8x400g"
 
 
 def large_draft(rng: Generator, devices: int, blocks: int) -> Draft:
-    """Up to 32 places of hosts that are whole, two stages on each or one."""
+    """Returns up to 32 places of hosts that are whole, two stages on each or one."""
     places, tensor = int(rng.choice([1, 2, 4, 8, 16, 32])), int(rng.choice([1, 2, 4, 8]))
     width = devices // places
     shard = min(int(rng.choice([1, 2, 8, width // tensor])), width // tensor)
@@ -54,7 +54,7 @@ def large_draft(rng: Generator, devices: int, blocks: int) -> Draft:
 
 
 def moved(rng: Generator, draft: Draft) -> Draft:
-    """Another choice for one block, or another cut."""
+    """Returns another choice for one block, or another cut."""
     if draft.stages > 1 and rng.random() < 0.5:
         inner = rng.choice(np.arange(1, draft.bounds[-1]), draft.stages - 1, replace=False)
         return dataclasses.replace(draft, bounds=(0, *sorted(inner.tolist()), draft.bounds[-1]))
@@ -64,7 +64,7 @@ def moved(rng: Generator, draft: Draft) -> Draft:
 
 
 def rate(evaluator: DraftEvaluator, drafts: Sequence[Draft]) -> float:
-    """Drafts a second of processor time."""
+    """Returns drafts a second of processor time."""
     start = time.process_time()
     for draft in drafts:
         evaluator.score(draft)

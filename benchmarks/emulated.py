@@ -107,7 +107,7 @@ def drafts(forward_s: Sequence[float], hosts: int = HOSTS) -> Iterator[tuple[str
 
 @cache
 def captured(model: str, seq: int = SEQ) -> tuple[Any, ...]:
-    """A model at two batch sizes, and what of it the runtime runs."""
+    """Returns a model at two batch sizes, and what of it the runtime runs."""
     import rlplace
     from rlplace.model.zoo import load_model
     from rlplace.runtime.strategy.facts import facts_of
@@ -123,7 +123,7 @@ def captured(model: str, seq: int = SEQ) -> tuple[Any, ...]:
 
 @cache
 def links_of(rate: str) -> Any:
-    """The hosts with the links and collectives that are measured between them."""
+    """Returns the hosts with the links and collectives that are measured between them."""
     speeds = {"peak_flops": {"float32": FLOPS}, "memory_bandwidth_bytes_per_s": BYTES_PER_S}
     kind = msgspec.structs.replace(cpu_kind(1, 1 << 40, "sleeper"), **speeds)
     with emulated_hosts(HostsSpec(HOSTS, parse_rate(rate))) as hosts:
@@ -161,7 +161,7 @@ def cells(model: str, rate: str) -> list[Row]:
 
 
 def _sleeps(costs: Any, draft: Draft, stage: int) -> dict[str, Any]:
-    """Seconds of a stage's blocks: forward, backward with what runs again, the weights' part of it, and the update."""
+    """Returns seconds of a stage's blocks: forward, backward with what runs again, the weights' part of it, and the update."""
     place = draft.places[draft.place_of_stage[stage]]
     joined = draft.data_degree // place.data_degree  # replicas of a wider stage whose samples a pass here computes together
     one = costs.passes(0, place.cut(draft.microbatch[0] * joined))
@@ -185,7 +185,7 @@ class Sleeper:
         self.on, self.halves, self.owed_s, self.waited_s = False, False, 0.0, 0.0
 
     def clock(self) -> float:
-        """Seconds without those waited for collectives inside blocks."""
+        """Returns seconds without those waited for collectives inside blocks."""
         return time.perf_counter() - self.waited_s
 
     def pay(self, seconds: float, since: float) -> None:
@@ -238,7 +238,7 @@ class Sleeper:
 
 
 def run(cell: dict[str, Any]) -> list[float]:
-    """Seconds of some steps of a strategy, the slowest process of each."""
+    """Returns seconds of some steps of a strategy, the slowest process of each."""
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule

@@ -60,12 +60,12 @@ HOW = ("", "full", "selective")
 
 
 def _layers(blocks: Sequence[str]) -> list[str]:
-    """The repeated blocks."""
+    """Returns the repeated blocks."""
     return [block for block in blocks if block.rpartition(".")[2].isdigit()]
 
 
 def _flat(mesh: Mapping[str, int], sharding: int, **options: Any) -> Plan:
-    """One stage on all processes."""
+    """Returns one stage on all processes."""
 
     def plan(blocks: Sequence[str]) -> dict[str, Any]:
         return _strategy([_stage(blocks, range(PROCESSES), mesh, sharding, options)], mesh, 1, None)
@@ -74,7 +74,7 @@ def _flat(mesh: Mapping[str, int], sharding: int, **options: Any) -> Plan:
 
 
 def _chain(places: int, chunks: int, schedule: str, mesh: Mapping[str, int], sharding: int, **options: Any) -> Plan:
-    """A pipeline; each place holds so many stages, in a v where the schedule wants it."""
+    """Returns a pipeline; each place holds so many stages, in a v where the schedule wants it."""
 
     def plan(blocks: Sequence[str]) -> dict[str, Any]:
         wide = PROCESSES // places
@@ -135,7 +135,7 @@ def cells(kind: str) -> dict[str, dict[str, Any]]:
 
 
 def _blocks(kind: str) -> tuple[str, ...]:
-    """Paths of its blocks, in the order in which the forward calls them."""
+    """Returns paths of its blocks, in the order in which the forward calls them."""
     model = build(kind)
     graph = capture(model, {name: value[:1] for name, value in batch_of(kind).items()}).graph
     called = dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "call_module")
@@ -186,7 +186,7 @@ def difference(own: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tenso
 
 
 def _run(kind: str, model: nn.Module, data: Mapping[str, Any], plain: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """One cell, on every process."""
+    """Returns one cell, on every process."""
     strategy, batch = Strategy.from_dict(data), batch_of(kind)
     size = strategy.pipelines[0].microbatch[0]
     try:

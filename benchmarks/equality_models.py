@@ -166,11 +166,11 @@ KINDS = {
 
 
 def build(kind: str) -> nn.Module:
-    """A model of a kind, with the same values on every call."""
+    """Returns a model of a kind, with the same values on every call."""
     torch.manual_seed(0)
     return KINDS[kind].make().double().train()
 
 
 def batch_of(kind: str) -> dict[str, torch.Tensor]:
-    """Its batch."""
+    """Returns its batch."""
     return KINDS[kind].batch(torch.Generator().manual_seed(1))

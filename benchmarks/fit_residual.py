@@ -52,7 +52,7 @@ def fit_residual(
     units: int | None = None,
     seed: int = 0,
 ) -> Curve:
-    """The curve with a residual fitted to timed ops of its class.
+    """Returns the curve with a residual fitted to timed ops of its class.
 
     Args:
         curve: Fitted before.
@@ -136,7 +136,7 @@ def _doubled(
     curve: Curve, names: tuple[str, ...], op: str, devices: Sequence[Mapping[str, float]], processors: float,
     limits: tuple[NDArray[np.float64], ...],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:  # fmt: skip
-    """Of products of powers of two: features [4, P, F], curve and roofline [4, P] as they are and with m, n, k doubled.
+    """Returns of products of powers of two: features [4, P, F], curve and roofline [4, P] as they are and with m, n, k doubled.
 
     Larger products take longer; where sizes were not timed, nothing else says so.
     """
@@ -158,7 +158,7 @@ def _doubled(
 
 
 def sizes_of(rows: Sequence[OpTiming]) -> Sizes:
-    """Sizes of timed ops as `rlplace.cost.table` takes them."""
+    """Returns sizes of timed ops as `rlplace.cost.table` takes them."""
     sizes = {name: np.array([float(row.dims.get(name, 1)) for row in rows]) for name in DIMS}
     sizes["flops"] = np.array([row.flops for row in rows])
     sizes["bytes"] = np.array([row.size_bytes for row in rows])
@@ -166,5 +166,5 @@ def sizes_of(rows: Sequence[OpTiming]) -> Sizes:
 
 
 def _short(values: NDArray[np.float64]) -> list[float]:
-    """Five significant digits: a fit has no more, and files stay small."""
+    """Returns five significant digits: a fit has no more, and files stay small."""
     return [float(f"{value:.5g}") for value in values]

@@ -61,7 +61,7 @@ def ils(search: PlacementSearch, seed: int, settings: IlsSettings) -> None:
 
 
 def kick(search: PlacementSearch, moves: MoveMaker, count: int) -> Move:
-    """So many random moves of the current plan, one after the other, as one move."""
+    """Returns so many random moves of the current plan, one after the other, as one move."""
     after = search.assignment.copy()
     for _ in range(count):
         for group, device in moves.draw(after):

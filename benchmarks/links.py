@@ -47,7 +47,7 @@ Tables = dict[tuple[str, int], tuple[NDArray[np.float64], NDArray[np.float64]]]
 
 
 def read(path: Path) -> Tables:
-    """Sizes in bytes and seconds by (device, group size)."""
+    """Returns sizes in bytes and seconds by (device, group size)."""
     rows: dict[tuple[str, int], list[tuple[float, float]]] = {}
     with open(path, newline="") as stream:
         for row in csv.DictReader(stream):
@@ -64,7 +64,7 @@ def fit(tables: Tables, key: tuple[str, int], sizes_mb: tuple[int, ...], breaks_
 
 
 def errors(predicted: NDArray[np.float64], size: NDArray[np.float64], seconds: NDArray[np.float64], seen_mb: tuple[int, ...]):
-    """Mean and worst error in percent of held-out sizes from 8 MB up, then below."""
+    """Returns mean and worst error in percent of held-out sizes from 8 MB up, then below."""
     error = 100 * np.abs(predicted / seconds - 1)
     held_out = ~np.isin(size / MB, seen_mb)
     large, small = error[held_out & (size >= 8 * MB)], error[held_out & (size < 8 * MB)]

@@ -62,7 +62,7 @@ def real_peak(spec: str, batch: int, seq: int, autocast: torch.dtype | None = No
 
 
 def tracked_peak(spec: str, batch: int, seq: int) -> int | None:
-    """Peak by torch's own MemTracker; None where it fails."""
+    """Returns peak by torch's own MemTracker; None where it fails."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     loaded = load_model(spec, batch=batch, seq=seq, device="cpu")
@@ -80,7 +80,7 @@ def tracked_peak(spec: str, batch: int, seq: int) -> int | None:
 
 
 def program_order(graph, cluster: str, options: MemoryOptions):
-    """The footprint of one device that runs the ops in the order of the program."""
+    """Returns the footprint of one device that runs the ops in the order of the program."""
     problem = price(graph, cluster, level="op")
     order = [list(range(problem.num_ops))]
     plan = PlacementPlan(problem.fingerprint, "program", 0, np.zeros(problem.num_groups, dtype=np.int32), order=order)
@@ -114,7 +114,7 @@ def show_real() -> None:
 
 
 def show_formula() -> None:
-    """Korthikanti et al. (2022): s b h (34 + 5 a s / h) bytes per layer, 16-bit, dropout, attention not fused."""
+    """Returns korthikanti et al. (2022): s b h (34 + 5 a s / h) bytes per layer, 16-bit, dropout, attention not fused."""
     s, b, h, a = 512, 2, 768, 12
     unit = s * b * h
     print(f"closed form: {34 + 5 * a * s / h:.2f} sbh per layer; without attention scores 34 sbh")

@@ -91,7 +91,7 @@ def make_walks(
 
 
 def walk(env: RefinementEnv, problem: int, start: NDArray[np.int32], *, seed: int) -> Walk:
-    """One descent with occasional other moves; it stops early where no move can be made."""
+    """Returns one descent with occasional other moves; it stops early where no move can be made."""
     rng = np.random.default_rng([seed, 1])
     observation, _ = env.reset(seed=seed, options={"problem": problem, "plan": start})
     observations, actions, rewards, gains, done = [observation], [], [], [], False
@@ -116,7 +116,7 @@ def walk(env: RefinementEnv, problem: int, start: NDArray[np.int32], *, seed: in
 
 
 def content_hash(episodes: Iterable[tuple[Mapping[str, NDArray[Any]], NDArray[Any], NDArray[Any]]]) -> str:
-    """SHA-256 over observations, actions and gains of episodes, in order: names, types, shapes and bytes."""
+    """Returns SHA-256 over observations, actions and gains of episodes, in order: names, types, shapes and bytes."""
     digest = hashlib.sha256()
     for observations, actions, gains in episodes:
         for name, array in [*sorted(observations.items()), ("actions", actions), ("gains", gains)]:
@@ -126,7 +126,7 @@ def content_hash(episodes: Iterable[tuple[Mapping[str, NDArray[Any]], NDArray[An
 
 
 def hash_of_dataset(dataset: Any) -> str:
-    """The same hash of a data set that Minari has loaded."""
+    """Returns the same hash of a data set that Minari has loaded."""
     return content_hash((item.observations, item.actions, item.infos["gains"]) for item in dataset.iterate_episodes())
 
 
@@ -181,7 +181,7 @@ def write_dataset(
 
 
 def facts(name: str, walks: Sequence[Walk], dataset: Any, digest: str) -> Iterator[str]:
-    """Lines about a data set that was made."""
+    """Yields lines about a data set that was made."""
     gains = np.concatenate([item.gains[:-1] for item in walks])
     size = sum(file.stat().st_size for file in Path(dataset.storage.data_path).rglob("*") if file.is_file())
     yield f"{name}: {dataset.total_episodes} episodes, {dataset.total_steps} steps, {size / 1e6:.1f} MB"

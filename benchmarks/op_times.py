@@ -90,7 +90,7 @@ def _timed(name: str, row: dict[str, str], folder: str) -> Timed:
 
 
 def held_out(timing: Timed) -> bool:
-    """The same answer for a shape on every device."""
+    """Returns the same answer for a shape on every device."""
     text = ",".join(f"{name}={size}" for name, size in sorted(timing.dims.items()))
     return hashlib.sha256(text.encode()).digest()[0] < 256 * HELD_OUT[timing.folder]
 
@@ -100,7 +100,7 @@ def card_of(kind: str) -> DeviceKind:
 
 
 def fit(timings: dict[tuple[str, str], list[Timed]]) -> CostTable:
-    """Curves and residuals of every class and kind, on the shapes that are not held out."""
+    """Returns curves and residuals of every class and kind, on the shapes that are not held out."""
     curves: dict[str, dict[tuple[str, str, str], Curve]] = {}
     overhead_s = overhead(timings)
     for (name, kind), rows in timings.items():
@@ -134,7 +134,7 @@ def fit(timings: dict[tuple[str, str], list[Timed]]) -> CostTable:
 
 
 def overhead(timings: dict[tuple[str, str], list[Timed]]) -> float:
-    """What a lone call takes beyond the launch floor: the time of element-wise calls at no size, median of the cards.
+    """Says what a lone call takes beyond the launch floor: the time of element-wise calls at no size, median of the cards.
 
     Their work is known best (a fixed time plus bytes over bandwidth explains them to 2 %). Other classes cannot tell the
     overhead from the time that it takes to fill the device.
@@ -152,13 +152,13 @@ def overhead(timings: dict[tuple[str, str], list[Timed]]) -> float:
 
 
 def shorten(curve: Curve) -> Curve:
-    """Five significant digits."""
+    """Returns five significant digits."""
     names = ("compute_efficiency", "compute_half_flops", "bandwidth_efficiency", "bandwidth_half_bytes", "overhead_s")
     return msgspec.structs.replace(curve, **{name: float(f"{getattr(curve, name):.5g}") for name in names})
 
 
 def predict(curve: Curve, rows: list[Timed], card: DeviceKind) -> np.ndarray:
-    """Seconds as that data set measures them: floor and measuring overhead included."""
+    """Returns seconds as that data set measures them: floor and measuring overhead included."""
     work = kernel_seconds(
         curve,
         [row.flops for row in rows],
@@ -172,7 +172,7 @@ def predict(curve: Curve, rows: list[Timed], card: DeviceKind) -> np.ndarray:
 
 
 def errors(curve: Curve, rows: list[Timed], card: DeviceKind) -> np.ndarray:
-    """Absolute percentage errors."""
+    """Returns absolute percentage errors."""
     seconds = np.array([row.seconds for row in rows])
     return 100.0 * np.abs(predict(curve, rows, card) / seconds - 1.0)
 
@@ -238,7 +238,7 @@ def report_left_out(timings: dict[tuple[str, str], list[Timed]], table: CostTabl
 
 
 def carried(curve: Curve, card: DeviceKind, other: DeviceKind) -> Curve:
-    """Equal fractions of peak and bandwidth, half points that take equally long."""
+    """Returns equal fractions of peak and bandwidth, half points that take equally long."""
     return msgspec.structs.replace(
         curve,
         compute_half_flops=curve.compute_half_flops * card.peak_flops["float32"] / other.peak_flops["float32"],

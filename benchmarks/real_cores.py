@@ -45,13 +45,13 @@ WORKER = ["benchmarks.real_cores", "--worker"]
 
 
 def hosts_of(count: int, rate: str = "1gbit") -> HostsSpec:
-    """The first hosts, each on its core."""
+    """Returns the first hosts, each on its core."""
     return HostsSpec(count, parse_rate(rate), cpus=CORES[:count])
 
 
 @cache
 def costs_of(model: str) -> dict[str, tuple[CostTable, str]]:
-    """Cost tables by way, with the name of the device kind."""
+    """Returns cost tables by way, with the name of the device kind."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for way, count in ((ALONE, 1), (TOGETHER, HOSTS)):
@@ -64,7 +64,7 @@ def costs_of(model: str) -> dict[str, tuple[CostTable, str]]:
 
 
 def with_steps(tables: dict[str, tuple[CostTable, str]], cell: dict[str, Any]) -> tuple[CostTable, str]:
-    """The table of ops timed together whose whole steps on one device take what the runtime takes for them."""
+    """Returns the table of ops timed together whose whole steps on one device take what the runtime takes for them."""
     table, name = tables[TOGETHER]
     (told,) = emulated.on_hosts(hosts_of(HOSTS), [*WORKER, "alike"], [cell])
     factor = float(np.median(told["step_s"])) / cell["predicted_s"][TOGETHER]
@@ -74,13 +74,13 @@ def with_steps(tables: dict[str, tuple[CostTable, str]], cell: dict[str, Any]) -
 
 @cache
 def links_of(rate: str, name: str) -> Any:
-    """The hosts with the links and collectives that are measured between them."""
+    """Returns the hosts with the links and collectives that are measured between them."""
     with emulated_hosts(hosts_of(HOSTS, rate)) as hosts:
         return measure_cluster(hosts, kinds=[cpu_kind(1, 1 << 40, name)] * HOSTS)
 
 
 def cells(model: str, rate: str) -> Iterator[dict[str, Any]]:
-    """Every strategy that runs, with its prediction by way."""
+    """Yields every strategy that runs, with its prediction by way."""
     from rlplace.strategy.costs import Cut
     from rlplace.strategy.search.op_level import OpLevel
     from rlplace.strategy.search.plan import ask
@@ -115,7 +115,7 @@ def cells(model: str, rate: str) -> Iterator[dict[str, Any]]:
 
 
 def time_ops(model: str, out: str) -> None:
-    """A worker: ops and steps of a model at the sizes of whole and quartered batches."""
+    """Returns a worker: ops and steps of a model at the sizes of whole and quartered batches."""
     from rlplace.cli.main import main as rlplace
 
     for batch in (BATCH, BATCH // 4):
@@ -127,7 +127,7 @@ def time_ops(model: str, out: str) -> None:
 
 
 def time_plans(path: str, alike: bool = False) -> None:
-    """A worker: the steps of every plan of a file; `alike` runs one device's plan on every host at once."""
+    """Returns a worker: the steps of every plan of a file; `alike` runs one device's plan on every host at once."""
     import torch
     import torch.distributed as dist
 

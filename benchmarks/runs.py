@@ -86,7 +86,7 @@ def instances(split: str) -> Iterator[tuple[str, SearchProblem]]:
 
 
 def policies() -> dict[str, Rule]:
-    """Trained policies by name."""
+    """Returns trained policies by name."""
     found = {}
     for path in sorted(POLICIES.glob("ppo*.safetensors")):
         found[path.stem] = rule_of(load_runs(path))
@@ -114,7 +114,7 @@ def train(seeds: int, decisions: int, truths: int) -> None:
 
 
 def thompson(belief: Belief, rng: Generator) -> int | None:
-    """The best of one draw of all step times, among what fits in it."""
+    """Returns the best of one draw of all step times, among what fits in it."""
     if belief.best is None:
         return expected(belief)
     drawn = rng.multivariate_normal(belief.mean, belief.covariance, method="eigh")
@@ -123,19 +123,19 @@ def thompson(belief: Belief, rng: Generator) -> int | None:
 
 
 def anyhow(belief: Belief, rng: Generator) -> int | None:
-    """At random among what is likely to fit."""
+    """Returns at random among what is likely to fit."""
     likely = np.where(belief.fits >= 0.8, 0.0, 10.0)
     return least(belief, rng.random(len(likely)) + likely)
 
 
 def rules_by_name() -> dict[str, Rule]:
-    """Those of the package, draws, and trained policies."""
+    """Returns those of the package, draws, and trained policies."""
     own: dict[str, Rule] = {name: lambda belief, rng, rule=rule: rule(belief) for name, rule in RULES.items()}  # type: ignore[misc]
     return {**own, "thompson": thompson, "random": anyhow, **policies()}
 
 
 def play(rule: Rule, pool: Pool, truth: Truth, seed: int) -> tuple[list[float], list[str]]:
-    """Step time of the quickest run after each, inf before anything ran; and what became of each run."""
+    """Returns step time of the quickest run after each, inf before anything ran; and what became of each run."""
     rng, belief = np.random.default_rng([seed, 1]), Belief(pool)
     best, said = [], []
     for _ in range(RUNS):
@@ -152,7 +152,7 @@ def play(rule: Rule, pool: Pool, truth: Truth, seed: int) -> tuple[list[float], 
 
 
 def optimum(pool: Pool, truth: Truth) -> float:
-    """The least step time that is known for a truth."""
+    """Returns the least step time that is known for a truth."""
     drafts = list(pool.drafts)
     try:
         drafts += candidates(truth.true_problem, 600, 8)

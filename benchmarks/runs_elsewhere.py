@@ -40,7 +40,7 @@ RUNS = 4
 
 @cache
 def graphs_of(name: str) -> tuple[OpGraph, OpGraph]:
-    """A model, captured at two batches."""
+    """Returns a model, captured at two batches."""
     text, seq = (MODELS["tune"] | MODELS["test"])[name]
     loaded = [load_model(text, batch=batch, seq=seq, dtype="fp16") for batch in CAPTURED]
     first, second = (capture(one.module, one.example_inputs, loss=one.loss) for one in loaded)
@@ -49,7 +49,7 @@ def graphs_of(name: str) -> tuple[OpGraph, OpGraph]:
 
 @cache
 def asked(name: str, cluster: str) -> tuple[SearchProblem, Pool] | None:
-    """A question and its candidates; None where nothing fits."""
+    """Returns a question and its candidates; None where nothing fits."""
     first, second = graphs_of(name)
     question = ask(first, parse(cluster), BATCH, other=second)
     try:
@@ -76,7 +76,7 @@ def runs_there(cluster: str, seed: int) -> tuple[Run, ...]:
 
 
 def figures(question: SearchProblem, pool: Pool, seed: int, elsewhere: tuple[Run, ...]) -> list[float]:
-    """Error, square of errors over deviations, and logs of the quickest run over the least after 1 and 2 runs."""
+    """Returns error, square of errors over deviations, and logs of the quickest run over the least after 1 and 2 runs."""
     truth, belief = Truth.drawn(question, seed), Belief(pool, elsewhere=elsewhere)
     log_s = np.log([truth.step_s(draft) for draft in pool.drafts])
     fits = np.array([truth.share(draft) <= 1.0 for draft in pool.drafts])

@@ -76,7 +76,7 @@ def _pairs(slow: tuple[int, int] | None = None) -> tuple[tuple[float, ...], ...]
 
 
 def wrong_of(cluster: str, seed: int) -> Wrong:
-    """A cluster of a kind; the seed says which host or link, and how fast hosts are."""
+    """Returns a cluster of a kind; the seed says which host or link, and how fast hosts are."""
     rng = np.random.default_rng([seed, 3])
     first, second = (int(host) for host in rng.permutation(HOSTS)[:2])
     if cluster == "slow_host":
@@ -92,7 +92,7 @@ CLUSTERS = ("slow_host", "slow_link", "contended_link", "unlike_speeds")
 
 
 def question_of(model: str, wrong: Wrong) -> SearchProblem:
-    """What the planner is asked; strategies use all hosts, as the processes of a launch are as many."""
+    """Says what the planner is asked; strategies use all hosts, as the processes of a launch are as many."""
     speeds = {"peak_flops": {"float32": FLOPS}, "memory_bandwidth_bytes_per_s": BYTES_PER_S}
     kind = msgspec.structs.replace(cpu_kind(1, 1 << 40, "sleeper"), **speeds)
     first, other, why_not, only = captured(model)
@@ -175,7 +175,7 @@ class Lab:
 
 
 def worker(folder: str) -> None:
-    """One process: strategies as their files appear."""
+    """Returns one process: strategies as their files appear."""
     import torch
     import torch.distributed as dist
 
@@ -207,7 +207,7 @@ def worker(folder: str) -> None:
 
 
 def play(lab: Lab, plan: PlacementPlan, rule: str, seed: int) -> tuple[list[float], list[dict[str, Any]]]:
-    """Step time of the quickest run after each, and what became of them."""
+    """Returns step time of the quickest run after each, and what became of them."""
     session = Session(lab.question, plan, lab, rule=rule, seed=seed)
     best, said = [], []
     for number, (_, run) in enumerate(session.runs(RUNS)):

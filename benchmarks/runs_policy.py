@@ -38,7 +38,7 @@ class RunsNetwork(PlacerNetwork):
         self.second = nn.Linear(2 * hidden, second)
 
     def plans(self, stages: Tensor, place: Tensor) -> Tensor:
-        """What the stages of each plan say, [..., 2 `STAGE`], of stages [..., S, F] on places [..., S] (-1: none)."""
+        """Says what the stages of each plan say, [..., 2 `STAGE`], of stages [..., S, F] on places [..., S] (-1: none)."""
         there = (place >= 0).unsqueeze(-1).float()
         together = (place.unsqueeze(-1) == place.unsqueeze(-2)).float() * there * there.transpose(-1, -2)
         together = together / together.sum(-1, keepdim=True).clamp(min=1.0)
@@ -54,7 +54,7 @@ class RunsNetwork(PlacerNetwork):
     def forward(  # type: ignore[override]
         self, candidates: Tensor, candidate_group: Tensor, context: Tensor, alike: Tensor, plans: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, K] and values [B, 1].
+        """Returns logits [B, K] and values [B, 1].
 
         Args:
             candidates: float32 [B, K, F].
@@ -73,7 +73,7 @@ class RunsNetwork(PlacerNetwork):
         return torch.where(named, logits, self.stop(summary).expand_as(logits)), self.value(summary)
 
     def look(self, observation: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """`forward` of observations of the environment."""
+        """Returns `forward` of observations of the environment."""
         groups = observation["candidate_group"].long()
         rows = groups.shape
         stages, which = torch.unique(observation["stages"], dim=0, return_inverse=True)  # few questions, many observations
@@ -126,7 +126,7 @@ def standardise(network: PlacerNetwork, scenarios: Sequence[Scenario], runs: int
 
 
 def load_runs(path: str | Path) -> RunsNetwork:
-    """A trained policy from its weights, a file of safetensors."""
+    """Returns a trained policy from its weights, a file of safetensors."""
     from rlplace.agents.checkpoint import load_weights
 
     network = RunsNetwork()
@@ -135,7 +135,7 @@ def load_runs(path: str | Path) -> RunsNetwork:
 
 
 def rule_of(network: RunsNetwork, runs: int = 5) -> Callable[[Belief, Generator], int | None]:
-    """The policy as a rule of `rlplace.measure.session`: the best score of what has not run; it never stops early."""
+    """Yields the policy as a rule of `rlplace.measure.session`: the best score of what has not run; it never stops early."""
 
     def choose(belief: Belief, rng: Generator) -> int | None:
         if not belief.untried.any():

@@ -59,7 +59,7 @@ budget.time = SimpleNamespace(monotonic=time.process_time)  # type: ignore[assig
 
 
 def problem(seed: int, large: bool = False) -> tuple[str, SearchProblem]:
-    """A random problem and its kind."""
+    """Returns a random problem and its kind."""
     rng, kind = np.random.default_rng(seed), KINDS[seed % len(KINDS)]
     cluster = Cluster.preset(str(rng.choice(LARGE if large else UNLIKE if kind == "unlike devices" else LIKE)))
     blocks = int(rng.integers(12, 49))
@@ -81,7 +81,7 @@ def problem(seed: int, large: bool = False) -> tuple[str, SearchProblem]:
 
 
 def roomy(cluster: Cluster, memory_bytes: float) -> Cluster:
-    """The cluster with so much memory a device."""
+    """Returns the cluster with so much memory a device."""
     devices = tuple(dataclasses.replace(d, memory_bytes=int(memory_bytes), reserved_bytes=0) for d in cluster.devices)
     return dataclasses.replace(cluster, devices=devices)
 
@@ -95,7 +95,7 @@ class Walk:
         self.end_s = time.process_time() + seconds
 
     def start(self) -> Tried:
-        """A random uniform strategy that fits."""
+        """Returns a random uniform strategy that fits."""
         while time.process_time() < self.end_s:
             found = fitted(
                 self.tries, self.options[int(self.rng.integers(len(self.options)))].draft(self.tries.problem.balance)
@@ -105,7 +105,7 @@ class Walk:
         raise OutOfBudgetError
 
     def neighbours(self, at: Tried, count: int) -> Iterator[Tried]:
-        """Some random neighbours that fit."""
+        """Yields some random neighbours that fit."""
         near = [(draft, False) for draft in self.moves.neighbours(at.draft, self.tries.problem.scores.evaluate(at.draft))]
         near += [(changed(at.draft, chosen), True) for chosen in other_choices(self.tries, at.draft, (1, 2))]
         for index in self.rng.permutation(len(near))[:count]:
@@ -118,7 +118,7 @@ class Walk:
 
 
 def annealed(question: SearchProblem, seed: int, seconds: float) -> float:
-    """Seconds of the best that annealing over random moves finds, from one random strategy."""
+    """Returns seconds of the best that annealing over random moves finds, from one random strategy."""
     rng = np.random.default_rng(seed)
     walk = Walk(question, rng, seconds)
     best_s, began = math.inf, time.process_time()
@@ -152,7 +152,7 @@ def evolved(question: SearchProblem, seed: int, seconds: float, *, size: int = 2
 
 
 def answered(question: SearchProblem, **budget: float) -> tuple[float, int]:
-    """Seconds of the answer, evaluated again, and evaluations; it fits."""
+    """Returns seconds of the answer, evaluated again, and evaluations; it fits."""
     fresh = dataclasses.replace(question, scores=DraftEvaluator(question.costs, question.cluster))
     answer = search(fresh, **budget)  # type: ignore[arg-type]
     best = answer.ranked[0]
@@ -162,7 +162,7 @@ def answered(question: SearchProblem, **budget: float) -> tuple[float, int]:
 
 
 def row(seed: int, known: dict[str, Any], reference_s: float, large: bool, budgets: list[int]) -> dict[str, Any]:
-    """One problem: seconds of every search, those that are `known` as they are; without any where nothing fits."""
+    """Returns one problem: seconds of every search, those that are `known` as they are; without any where nothing fits."""
     kind, question = problem(seed, large)
     if not known:
         known = {

@@ -31,12 +31,12 @@ FIT = (
 
 
 def half_of(row: Row) -> str:
-    """The half that a row's source is in, "fit" or "test"."""
+    """Returns the half that a row's source is in, "fit" or "test"."""
     return "fit" if row.source.startswith(FIT) else "test"
 
 
 def show(said: Said) -> str:
-    """A line about a row."""
+    """Returns a line about a row."""
     row = said.row
     name = f"  {row.words[:44]:44s}{row.recompute[:12]:13s}{row.microbatch:4d}"
     if said.step_s is None:
@@ -49,12 +49,12 @@ def show(said: Said) -> str:
 
 
 def errors(found: Iterable[Said]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Signed errors of the rows that were timed and priced."""
+    """Returns signed errors of the rows that were timed and priced."""
     return np.array([said.error for said in found if said.step_s is not None and said.row.taken_s is not None])
 
 
 def summary(name: str, found: Sequence[Said]) -> str:
-    """Errors of some rows in one line."""
+    """Returns errors of some rows in one line."""
     off = 100 * errors(found)
     if not len(off):
         return f"{name:44s}   0"
@@ -72,7 +72,7 @@ def _rests_on(found: Sequence[Said]) -> str:
 
 
 def rule_of_thumb(rows: Iterable[Row]) -> Row:
-    """What the rule of thumb takes: sharded optimizer, least tensor x pipeline, tensor at most 8, largest micro-batch."""
+    """Says what the rule of thumb takes: sharded optimizer, least tensor x pipeline, tensor at most 8, largest micro-batch."""
 
     def key(row: Row) -> tuple[float, ...]:
         said = degrees(row.words, row.gpus)
@@ -102,7 +102,7 @@ def judge(found: Sequence[Said]) -> dict[str, Any]:
 
 
 def report(found: Sequence[Said], excluded: Sequence[Excluded], judged: Sequence[dict[str, Any]]) -> None:
-    """The tables."""
+    """Returns the tables."""
     head = f"{'':44s}rows  signed    mean  median     p90   worst   rests on"
     print(f"\nErrors of step times in %, predicted over measured\n{head}")
     strict = [said for said in found if said.row.strict]

@@ -65,7 +65,7 @@ def problems(env: str, split: str) -> tuple[Instance, ...]:
 
 
 def sizes(env: str) -> dict[str, int]:
-    """Sizes of the spaces that hold both splits."""
+    """Returns sizes of the spaces that hold both splits."""
     both = [one.problem for split in ("train", "test") for one in problems(env, split)]
     return {"max_groups": max(one.num_groups for one in both), "max_devices": max(one.num_devices for one in both)}
 
@@ -84,7 +84,7 @@ def played(env: str, choose: Callable[[Any, NDArray[np.bool_]], int]) -> list[fl
 
 
 def searched(env: str, name: str, seed: int) -> list[float]:
-    """The same of a planner."""
+    """Returns the same of a planner."""
     over = []
     for instance in problems(env, "test"):
         options: dict[str, Any] = {"calls": CALLS, "seed": seed} if name in ("annealing", "local_search", "lns") else {}

@@ -30,7 +30,7 @@ SETS = (
 
 
 def main() -> int:
-    """Each set in a process of its own; returns the exit status."""
+    """Returns each set in a process of its own; returns the exit status."""
     with tempfile.TemporaryDirectory() as folder:
         any_processor = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": folder}
         # What pip has for a build alone, numba for one, is found by the PYTHONPATH that it gives.
@@ -59,7 +59,7 @@ def compile_set(name: str) -> None:
 
 
 def build() -> None:
-    """What the build calls: without what kernels need it leaves them to the first use, and says so."""
+    """Says what the build calls: without what kernels need it leaves them to the first use, and says so."""
     if main():
         print("kernels were not compiled ahead; the first use compiles them", file=sys.stderr)
 

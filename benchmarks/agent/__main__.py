@@ -72,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def settings(name: str) -> dict[str, Any]:
-    """What all rows of a file have in common."""
+    """Says what all rows of a file have in common."""
     import numba
     import numpy
     import torch

@@ -22,12 +22,12 @@ Ask = tuple[ProblemCase, Method, Budget, int]
 
 
 def tell(line: str) -> None:
-    """A line about how it goes; results alone go to stdout."""
+    """Returns a line about how it goes; results alone go to stdout."""
     print(line, file=sys.stderr, flush=True)
 
 
 def random_cases(count: int = 6, seed: int = 700_000) -> list[ProblemCase]:
-    """Small random graphs, to try the benchmark itself; no result is claimed on them."""
+    """Returns small random graphs, to try the benchmark itself; no result is claimed on them."""
     cases = []
     for number in range(count):
         shape = ("branchy", "chain", "layered")[number % 3]
@@ -52,7 +52,7 @@ def large_case(name: str, groups: int, shape: int, cluster: int) -> ProblemCase:
 
 
 def large_cases(name: str, groups: int) -> list[ProblemCase]:
-    """Every shape on every cluster."""
+    """Returns every shape on every cluster."""
     return [large_case(name, groups, shape, cluster) for shape in range(len(SHAPES)) for cluster in range(len(CLUSTERS))]
 
 
@@ -67,7 +67,7 @@ SETS = {
 
 
 def pick(cases: Sequence[ProblemCase], names: str) -> list[ProblemCase]:
-    """The cases whose name holds one of the texts in `names` (all when empty)."""
+    """Returns the cases whose name holds one of the texts in `names` (all when empty)."""
     wanted = split(names)
     kept = [case for case in cases if not wanted or any(text in case.name for text in wanted)]
     if not kept:
@@ -76,12 +76,12 @@ def pick(cases: Sequence[ProblemCase], names: str) -> list[ProblemCase]:
 
 
 def split(text: str) -> list[str]:
-    """The items of a list with commas."""
+    """Returns the items of a list with commas."""
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
 def matrix(cases: Sequence[ProblemCase], methods: Sequence[Method], budgets: str, seeds: int, agent_seeds: int) -> list[Ask]:
-    """Every method on every case, budget after budget, so that what is cut short is complete for the first ones."""
+    """Returns every method on every case, budget after budget, so that what is cut short is complete for the first ones."""
     return [
         (case, method, budget, seed)
         for budget in [Budget.parse(text) for text in split(budgets)]

@@ -49,7 +49,7 @@ class Job:
 
 
 def floor_of(case: ProblemCase) -> CaseInfo:
-    """The case with the plan of `best`."""
+    """Returns the case with the plan of `best`."""
     _warm_floor()
     run = attempt(get_planner("best"), case.problem, judge=lambda plan: check(case.problem, plan))
     floor_s, floor = None, None
@@ -95,7 +95,7 @@ def run_row(job: Job) -> BenchmarkRow:
 
 
 def after_floor(problem: Problem, start: NDArray[np.int32] | None) -> Problem:
-    """The problem as it is right after the floor: what `best` has derived from it is kept with it, nothing else is.
+    """Returns the problem as it is right after the floor: what `best` has derived from it is kept with it, nothing else is.
 
     Every row has a copy of its own, so that no method profits from what an earlier row has derived.
     """

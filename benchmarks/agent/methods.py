@@ -40,7 +40,7 @@ _BATCH = 16
 
 
 def chosen_methods(rivals: Sequence[str], agents: Sequence[str], ablations: Sequence[str]) -> list[Method]:
-    """The methods of the tables.
+    """Returns the methods of the tables.
 
     Args:
         rivals: Names of classical searches, some with ``,option=value``.
@@ -57,7 +57,7 @@ def chosen_methods(rivals: Sequence[str], agents: Sequence[str], ablations: Sequ
 
 
 def rival(text: str) -> Method:
-    """A classical search by ``NAME``, or with options of its own as ``NAME,option=value``."""
+    """Returns a classical search by ``NAME``, or with options of its own as ``NAME,option=value``."""
     name, *rest = text.split(",")
     if name not in RIVALS:
         raise unknown_name("method", name, RIVALS)
@@ -66,7 +66,7 @@ def rival(text: str) -> Method:
 
 
 def learned(text: str, role: str = AGENT) -> Method:
-    """An agent from ``CHECKPOINT`` or ``LABEL=CHECKPOINT``, with ``,option=value`` for `Agent.place` after it.
+    """Returns an agent from ``CHECKPOINT`` or ``LABEL=CHECKPOINT``, with ``,option=value`` for `Agent.place` after it.
 
     The option ``untrained=1`` replaces the weights that rank moves by those of a network that was never trained, which is the
     heuristic; ``unbuilt=1`` leaves out the plans that the graph network builds.
@@ -83,7 +83,7 @@ def learned(text: str, role: str = AGENT) -> Method:
 
 
 def options_of(items: Sequence[str], where: str) -> dict[str, Any]:
-    """Options of a planner from ``key=value`` each; `where` starts the message of an error."""
+    """Returns options of a planner from ``key=value`` each; `where` starts the message of an error."""
     options = {}
     for item in items:
         key, equals, value = item.partition("=")
@@ -94,7 +94,7 @@ def options_of(items: Sequence[str], where: str) -> dict[str, Any]:
 
 
 def place_of(method: Method) -> Callable[..., PlacementPlan]:
-    """The function of a method: `place(problem, *, seed, start, calls or time_limit_s)`."""
+    """Returns the function of a method: `place(problem, *, seed, start, calls or time_limit_s)`."""
     if method.role == RIVAL:
         name = method.name.partition(" ")[0]
         own = {"random": random_search, **SEARCHES}
@@ -108,7 +108,7 @@ def place_of(method: Method) -> Callable[..., PlacementPlan]:
 def random_search(
     problem: Problem, *, seed: int, start: Any, calls: int | None = None, time_limit_s: float | None = None
 ) -> PlacementPlan:
-    """The best of the start and of the random plans of the planner `random`, each simulated once and none repaired."""
+    """Returns the best of the start and of the random plans of the planner `random`, each simulated once and none repaired."""
     evaluator = PlanEvaluator(problem, Budget(calls, time_limit_s))
     draws: Iterator[Assignment] = random_plans.candidates(problem, seed, samples=1 << 60)
     first = next(draws) if start is None else np.asarray(start, dtype=np.int32)
@@ -124,7 +124,7 @@ def random_search(
 
 
 def weights_fingerprint(checkpoint: str) -> str:
-    """SHA-256 over the network's sizes, and names, shapes and values of its weights."""
+    """Returns SHA-256 over the network's sizes, and names, shapes and values of its weights."""
     agent = load_agent(checkpoint)
     network = agent.checkpoint.network
     digest = hashlib.sha256(f"{type(network).__name__} {network.settings()}".encode())

@@ -53,7 +53,7 @@ class RaceSettings:
 
 
 def starts_of(problem: Problem) -> list[ScoredAssignment]:
-    """The unlike plans of the one-shot planners, quickest first; made once a problem, in no budget."""
+    """Returns the unlike plans of the one-shot planners, quickest first; made once a problem, in no budget."""
     if problem.fingerprint not in _starts:
         with uncounted():
             found = [answer for _, answer in floor_answers(PlanEvaluator(problem))]
@@ -91,7 +91,7 @@ def halvings(count: int) -> int:
 def run(
     search: PlacementSearch, start: ScoredAssignment, seed: int, settings: RaceSettings, share: float, whole_s: float
 ) -> ScoredAssignment:
-    """The best plan of a run that has `share` of the whole budget, or what is left of it where that is less."""
+    """Returns the best plan of a run that has `share` of the whole budget, or what is left of it where that is less."""
     planner, calls, limit_s = SEARCHES[settings.search], None, None
     budget = search.budget
     if budget.calls != math.inf:

@@ -69,7 +69,7 @@ class Store:
             self._file.append(next(kind for kind, own in KINDS.items() if type(record) is own), asdict(record))
 
     def done(self, key: tuple[str, str, str, int]) -> bool:
-        """Whether a row is there and did not fail."""
+        """Says whether a row is there and did not fail."""
         return key in self.rows and self.rows[key].status in (OK, INFEASIBLE)
 
     def _check(self, before: Any, now: Any) -> None:

@@ -19,12 +19,12 @@ RESAMPLES = 10_000
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Returns a table in Markdown."""
     return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)) + "\n"
 
 
 def report(store: Store) -> str:
-    """How the rows were made, and the tables."""
+    """Says how the rows were made, and the tables."""
     budgets = [str(budget) for budget in sorted({Budget.parse(row.budget) for row in store.rows.values()})]
     if not budgets:
         return f"{how(store)}\nno rows"
@@ -34,7 +34,7 @@ def report(store: Store) -> str:
 
 
 def how(store: Store) -> str:
-    """On what, by what and how the rows were made."""
+    """Returns on what, by what and how the rows were made."""
     settings = ", ".join(f"{key} {value}" for key, value in store.settings.items())
     floors = [info for info in store.cases.values() if info.floor_s is not None]
     lines = [f"{settings}. {len(store.cases)} cases, {len(floors)} with a floor; the others are in no mean."]
@@ -55,7 +55,7 @@ def how(store: Store) -> str:
 
 
 def lines_of(store: Store) -> dict[str, list[str]]:
-    """The lines of a table: label to the methods that it pools."""
+    """Returns the lines of a table: label to the methods that it pools."""
     by_role = {role: [m.name for m in store.methods.values() if m.role == role] for role in (RIVAL, AGENT, ABLATION)}
     lines = {name: [name] for name in by_role[RIVAL]}
     if by_role[AGENT]:
@@ -67,7 +67,7 @@ def lines_of(store: Store) -> dict[str, list[str]]:
 
 
 def slices(cases: Mapping[str, CaseInfo]) -> dict[str, list[str]]:
-    """The groups of cases that are looked at: name to case names; empty ones are left out."""
+    """Returns the groups of cases that are looked at: name to case names; empty ones are left out."""
     named = {
         "all": list(cases),
         "branchy": [name for name, info in cases.items() if info.branchy],
@@ -80,7 +80,7 @@ def slices(cases: Mapping[str, CaseInfo]) -> dict[str, list[str]]:
 
 
 def log_steps(rows: Iterable[BenchmarkRow], methods: Collection[str], budget: str) -> dict[str, float]:
-    """Case to the mean log step time over seeds, and over methods where several are one (training seeds).
+    """Returns case to the mean log step time over seeds, and over methods where several are one (training seeds).
 
     Runs without a valid plan are left out here and counted among the violations.
     """
@@ -125,7 +125,7 @@ def ratio_tables(store: Store, budgets: Sequence[str]) -> list[str]:
 
 
 def rival_tables(store: Store, budgets: Sequence[str]) -> list[str]:
-    """Step time of the agent over that of every other method, on all, branchy and captured cases; a column a budget.
+    """Returns step time of the agent over that of every other method, on all, branchy and captured cases; a column a budget.
 
     The last line is over the rival whose mean step time is the least at that budget, of those on the most cases: it is chosen
     on the cases that it is judged on, which favours it.
@@ -155,7 +155,7 @@ def rival_tables(store: Store, budgets: Sequence[str]) -> list[str]:
 
 
 def run_table(store: Store, budgets: Sequence[str]) -> str:
-    """What went wrong, and mean seconds and simulator calls a second of a run, a column a budget."""
+    """Says what went wrong, and mean seconds and simulator calls a second of a run, a column a budget."""
     body = []
     for label, names in lines_of(store).items():
         mine = [row for row in store.rows.values() if row.method in names]
@@ -184,7 +184,7 @@ def count_table(store: Store, budgets: Sequence[str]) -> str:
 
 
 def faults(rows: Collection[BenchmarkRow], store: Store) -> tuple[int, int]:
-    """Rows without a valid plan although the floor has one, and rows whose plan is worse than the floor."""
+    """Returns rows without a valid plan although the floor has one, and rows whose plan is worse than the floor."""
     bad = worse = 0
     for row in rows:
         floor_s = store.cases[row.case].floor_s

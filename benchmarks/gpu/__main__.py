@@ -34,7 +34,7 @@ Job = tuple[str, Callable[[], dict[str, Any]]]
 
 
 def readings(device: torch.device) -> dict[str, float]:
-    """Clock and power now; nothing where no driver tells."""
+    """Returns clock and power now; nothing where no driver tells."""
     if device.type != "cuda":
         return {}
     try:

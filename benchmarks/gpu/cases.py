@@ -38,7 +38,7 @@ class Case:
 
 
 def cases(count: int, largest: float = 1.0) -> Iterator[Case]:
-    """So many rounds of one case of each class.
+    """Yields so many rounds of one case of each class.
 
     Args:
         count: Rounds.
@@ -51,7 +51,7 @@ def cases(count: int, largest: float = 1.0) -> Iterator[Case]:
 
 
 def _size(draw: random.Random, low: int, high: int) -> int:
-    """Log-uniform; two of three are multiples of 8 or more."""
+    """Returns log-uniform; two of three are multiples of 8 or more."""
     value = math.exp(draw.uniform(math.log(low), math.log(high)))
     step = draw.choice((1, 8, 64)) if value >= 64 else 1
     return max(1, round(value / step) * step)

@@ -62,7 +62,7 @@ def _stated(precision: str) -> str:
 
 
 def read(path: Path) -> list[Timed]:
-    """The kernels of a file, but for updates so small that the host could not issue them in time."""
+    """Returns the kernels of a file, but for updates so small that the host could not issue them in time."""
     rows = [json.loads(line) for line in path.read_text().splitlines() if "failed" not in line]
     rows = [row for row in rows if row["direction"] != "update" or row["dims"]["count"] > LEAST_UPDATE]
     return [timed_of(row) for row in rows if row["seconds"] > 1e-6]
@@ -93,7 +93,7 @@ def in_steps(folder: Path) -> list[Timed]:
 
 
 def sustained(folder: Path) -> list[Timed]:
-    """Kernels that ran for seconds without a pause, at the card's power limit: the median window."""
+    """Returns kernels that ran for seconds without a pause, at the card's power limit: the median window."""
     rows = []
     for line in (folder / "sustained.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -120,7 +120,7 @@ def at_power_limit(curves: dict[Key, Curve], rows: list[Timed], kind: DeviceKind
 
 
 def timed_of(row: Mapping[str, Any]) -> Timed:
-    """What a kernel of a file does, as the cost model counts it."""
+    """Says what a kernel of a file does, as the cost model counts it."""
     op, dtype, direction, dims = row["op"], row["dtype"], row["direction"], row["dims"]
     size = BYTES.get(dtype, 4)
     precision = "half" if dtype in BYTES else dtype
@@ -151,7 +151,7 @@ def timed_of(row: Mapping[str, Any]) -> Timed:
 
 
 def _memory_bound(row: Mapping[str, Any], size: int) -> Timed:
-    """Of a class whose time is that of its bytes, at any dtype: its few FLOPs are left to the prior."""
+    """Returns of a class whose time is that of its bytes, at any dtype: its few FLOPs are left to the prior."""
     op, dims, back = row["op"], row["dims"], row["direction"] == "backward"
     count = dims["count"] if "count" in dims else dims["rows"] * dims["columns"]
     if op == "dropout":
@@ -172,7 +172,7 @@ def _memory_bound(row: Mapping[str, Any], size: int) -> Timed:
 
 
 def fit(rows: list[Timed], kind: DeviceKind, source: str) -> dict[Key, Curve]:
-    """A curve for every key of the rows."""
+    """Returns a curve for every key of the rows."""
     found: dict[Key, Curve] = {}
     for key in sorted({row.key for row in rows}):
         whole = [row for row in rows if row.key == key]
@@ -202,7 +202,7 @@ def fit(rows: list[Timed], kind: DeviceKind, source: str) -> dict[Key, Curve]:
 
 
 def _unaligned(curve: Curve, rows: list[Timed], kind: DeviceKind) -> tuple[float, ...]:
-    """Factors of rows whose sizes are multiples of 4, 2 and 1 only; a less aligned size is never the faster one."""
+    """Returns factors of rows whose sizes are multiples of 4, 2 and 1 only; a less aligned size is never the faster one."""
     factors: list[float] = []
     for align in (1, 2, 4):  # the odd ones are most
         own = [row for row in rows if row.align == align]
@@ -217,7 +217,7 @@ def _unaligned(curve: Curve, rows: list[Timed], kind: DeviceKind) -> tuple[float
 
 
 def predict(curve: Curve, row: Timed, kind: DeviceKind) -> float:
-    """Seconds of a kernel."""
+    """Returns seconds of a kernel."""
     timing = row.timing
     sizes = {name: np.array([float(size)]) for name, size in timing.dims.items()}
     known: dict[str, NDArray[np.float64]] = {name: sizes.get(name, np.ones(1)) for name in DIMS}
@@ -231,13 +231,13 @@ def predict(curve: Curve, row: Timed, kind: DeviceKind) -> float:
 
 
 def shipped(row: Timed, kind: DeviceKind) -> float:
-    """Seconds by what would be used without these rows."""
+    """Returns seconds by what would be used without these rows."""
     kinds = {name: costs for name, costs in shipped_costs().kinds.items() if name != kind.name}
     return predict(find_curve(kind, replace(shipped_costs(), kinds=kinds), row.key[0], row.precision, row.key[2]), row, kind)
 
 
 def report(rows: list[Timed], kind: DeviceKind) -> None:
-    """Errors by key, each row predicted by a fit on other folds."""
+    """Returns errors by key, each row predicted by a fit on other folds."""
     fold = np.random.default_rng(0).permutation(len(rows)) % FOLDS
     left_out = np.zeros(len(rows))
     for number in range(FOLDS):
@@ -284,7 +284,7 @@ def main() -> None:
 
 
 def write_halves(curves: Mapping[Key, Curve]) -> dict[Key, Curve]:
-    """Curves of half precision under the names of both dtypes, with five digits."""
+    """Returns curves of half precision under the names of both dtypes, with five digits."""
     found: dict[Key, Curve] = {}
     names = ("compute_efficiency", "compute_half_flops", "bandwidth_efficiency", "bandwidth_half_bytes", "floor_s")
     for (op, precision, direction), curve in curves.items():

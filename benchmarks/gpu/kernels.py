@@ -23,12 +23,12 @@ Call = Callable[[], Any]
 
 
 def dtype_of(case: Case) -> torch.dtype:
-    """The operands' dtype."""
+    """Returns the operands' dtype."""
     return torch.float32 if case.dtype == "tf32" else getattr(torch, case.dtype)
 
 
 def time_case(case: Case, device: torch.device) -> dict[str, Any]:
-    """Seconds of one call: the median and the least of three runs of many."""
+    """Returns seconds of one call: the median and the least of three runs of many."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = case.dtype == "tf32"
     calls = [_make(case, device)]
     calls[0]()
@@ -78,7 +78,7 @@ def _run(calls: list[Call], count: int, device: torch.device) -> float:
 
 
 def _make(case: Case, device: torch.device) -> Call:
-    """New random inputs, and what calls the kernel on them."""
+    """Returns new random inputs, and what calls the kernel on them."""
     dims = case.dims
 
     def rand(*shape: int, grad: bool = False) -> torch.Tensor:
@@ -121,7 +121,7 @@ def _make(case: Case, device: torch.device) -> Call:
 
 
 def _either(case: Case, body: Call, wanted: list[torch.Tensor]) -> Call:
-    """The forward without autograd, or the backward alone."""
+    """Returns the forward without autograd, or the backward alone."""
     if case.direction == "forward":
         return torch.no_grad()(body)
     value = body()
@@ -152,7 +152,7 @@ def _convolution(case: Case, rand: Callable[..., torch.Tensor]) -> Call:
 
 
 def _attention(case: Case, rand: Callable[..., torch.Tensor]) -> Call:
-    """`causal` 0: all pairs, 1: by the flag, 2: by a mask of the same dtype."""
+    """Returns `causal` 0: all pairs, 1: by the flag, 2: by a mask of the same dtype."""
     dims = case.dims
     shape = (dims["batch"], dims["heads"], dims["seq"], dims["head_dim"])
     q, k, v = (rand(*shape, grad=True) for _ in range(3))

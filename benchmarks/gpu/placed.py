@@ -50,7 +50,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 @contextlib.contextmanager
 def one_process(device: torch.device) -> Iterator[None]:
-    """A process group of one."""
+    """Yields a process group of one."""
     with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, f"file://{folder}/store", world_size=1, rank=0)
@@ -183,7 +183,7 @@ COLLECTIVES: dict[str, Callable[[int, torch.Tensor], None]] = {
 
 
 def two_on_one_card(backend: str) -> dict[str, Any]:
-    """Which collectives two processes of one card can run, up to the first that they cannot."""
+    """Says which collectives two processes of one card can run, up to the first that they cannot."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     found: dict[str, Any] = {}

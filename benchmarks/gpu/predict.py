@@ -30,24 +30,24 @@ HEADER = ["model", "variant", "measured ms", "shipped %", "calibrated %", "alloc
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Lines of a slice that did not fail."""
+    """Returns lines of a slice that did not fail."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [row for row in rows if "failed" not in row]
 
 
 def cluster_of(measurement: Measurement) -> rlplace.Cluster:
-    """The device that was measured: the processor at hand, or a preset."""
+    """Returns the device that was measured: the processor at hand, or a preset."""
     where = measurement.environment
     return rlplace.Cluster.detect() if where.device_type == "cpu" else parse(f"{where.device_kind}:1")
 
 
 def calibrated(measurements: list[Measurement], kind: DeviceKind) -> CostTable:
-    """Curves of every op target that the five models hold."""
+    """Returns curves of every op target that the five models hold."""
     return calibrate(measurements, kind, holdout=0.0, by_model=False).table
 
 
 def predictions(folder: Path) -> Iterator[dict[str, Any]]:
-    """A row for each measured step: seconds and bytes, measured and predicted."""
+    """Yields a row for each measured step: seconds and bytes, measured and predicted."""
     measurements = [Measurement.load(folder / row["file"]) for row in read_rows(folder / "ops.jsonl")]
     cluster = cluster_of(measurements[0])
     tables = {"shipped": None, "calibrated": calibrated(measurements, cluster.kinds[0])}

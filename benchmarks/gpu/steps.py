@@ -22,7 +22,7 @@ STATS = ("allocated_bytes", "requested_bytes", "reserved_bytes", "active_bytes")
 
 @functools.lru_cache(maxsize=1)
 def _load(model: Model, device_type: str) -> tuple[LoadedModel, int, int]:
-    """The model on the host, its batch and its length."""
+    """Returns the model on the host, its batch and its length."""
     spec, batch, seq = (model.spec, model.batch, model.seq) if device_type == "cuda" else (model.small, 2, min(model.seq, 32))
     torch.manual_seed(0)
     return load_model(spec, batch=batch, seq=seq, device="cpu"), batch, seq
@@ -72,7 +72,7 @@ def measure_step(model: Model, variant: str, device: torch.device) -> dict[str, 
 
 
 def issue_s(model: Model, device: torch.device) -> dict[str, Any]:
-    """Host time of a step's forward and backward of one sample in fp32, by the clock until everything is issued."""
+    """Returns host time of a step's forward and backward of one sample in fp32, by the clock until everything is issued."""
     loaded, _, _ = _load(model, device.type)
     module = copy.deepcopy(loaded.module).to(device).train()
     inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf[:1].to(device), loaded.example_inputs)

@@ -51,17 +51,17 @@ def freeze(cases: Sequence[ProblemCase], made_by: Mapping[str, str], path: Path 
 
 
 def info_of(case: ProblemCase) -> CaseInfo:
-    """A case without its problem."""
+    """Returns a case without its problem."""
     return CaseInfo(case.name, case.family, case.branchy, case.unseen_cluster, case.problem.fingerprint)
 
 
 def board_infos(path: Path = FILE) -> dict[str, CaseInfo]:
-    """The cases by name, without their problems."""
+    """Returns the cases by name, without their problems."""
     return {info.name: info for info, _ in _lines(path)}
 
 
 def board_cases(path: Path = FILE) -> dict[str, ProblemCase]:
-    """The cases by name, each problem as its fingerprint says.
+    """Returns the cases by name, each problem as its fingerprint says.
 
     Raises:
         InputError: The file is broken.

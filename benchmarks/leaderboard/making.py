@@ -69,7 +69,7 @@ def make(card: Card, place: Placer, cases: Mapping[str, ProblemCase], folder: Pa
 
 
 def answer(case: ProblemCase, place: Placer, budget: Budget | None, seed: int, floor: Sequence[int] | None) -> Row:
-    """The row of one case; a planner that finds no plan says so, whatever else goes wrong ends the making.
+    """Returns the row of one case; a planner that finds no plan says so, whatever else goes wrong ends the making.
 
     Ops run in the default order, whatever priorities a plan has beside its devices.
     """
@@ -103,7 +103,7 @@ class Placer:
 
 
 def placer(name: str, budget: str, checkpoint: str | None = None, options: Mapping[str, Any] | None = None) -> Placer:
-    """The function of a planner in a class of the board.
+    """Returns the function of a planner in a class of the board.
 
     Args:
         name: Name of a planner.
@@ -132,7 +132,7 @@ def placer(name: str, budget: str, checkpoint: str | None = None, options: Mappi
 
 
 def project(name: str, problem: Problem, *, seed: int = 0, time_limit_s: float | None = None) -> PlacementPlan:
-    """The answer of a planner that places the two passes of a group apart, as a plan that keeps them together.
+    """Returns the answer of a planner that places the two passes of a group apart, as a plan that keeps them together.
 
     Both are where the forward pass is, or both where the backward pass is, whichever is faster; with all gaps of the planner
     and with gap 0, where it displaces nothing. What does not fit is repaired like the candidates of any planner.
@@ -154,7 +154,7 @@ def project(name: str, problem: Problem, *, seed: int = 0, time_limit_s: float |
 
 
 def new_card(name: str, planner: str, budget: str, said: Mapping[str, str | None], seed: int) -> Card:
-    """A card with what this machine and the planner tell; `said` replaces its texts."""
+    """Returns a card with what this machine and the planner tell; `said` replaces its texts."""
     import torch
 
     import rlplace
@@ -177,7 +177,7 @@ def new_card(name: str, planner: str, budget: str, said: Mapping[str, str | None
 
 
 def processor() -> str:
-    """Name of this machine's processor, as far as the system tells."""
+    """Returns name of this machine's processor, as far as the system tells."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
@@ -186,7 +186,7 @@ def processor() -> str:
 
 
 def card_text(card: Card) -> str:
-    """The card as TOML."""
+    """Returns the card as TOML."""
     plain = asdict(card)
     versions = asdict(plain.pop("versions"))
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in plain.items()]

@@ -40,7 +40,7 @@ class Standing:
 
 
 def standings(submissions: Sequence[Submission], infos: Mapping[str, CaseInfo]) -> dict[str, list[Standing]]:
-    """The lines of every class that has any, in order.
+    """Returns the lines of every class that has any, in order.
 
     Args:
         submissions: Checked ones, `BASE` among them.
@@ -72,7 +72,7 @@ def standings(submissions: Sequence[Submission], infos: Mapping[str, CaseInfo]) 
 
 
 def page(submissions: Sequence[Submission], infos: Mapping[str, CaseInfo]) -> str:
-    """The whole of LEADERBOARD.md."""
+    """Returns the whole of LEADERBOARD.md."""
     branchy = [name for name, info in infos.items() if info.branchy]
     parts = [_HEAD.format(cases=len(infos), branchy=len(branchy), tie=f"{TIE:.1%}")]
     for budget, lines in standings(submissions, infos).items():

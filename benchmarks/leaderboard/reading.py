@@ -28,7 +28,7 @@ PLANS_BYTES = 1 << 24
 
 
 def folders(names: list[str] | None = None, root: Path = SUBMISSIONS) -> list[Path]:
-    """The folders of these submissions, or all of `root`, sorted by name."""
+    """Returns the folders of these submissions, or all of `root`, sorted by name."""
     if names:
         return [Path(name) for name in names]
     return sorted(path for path in root.iterdir() if not path.name.startswith("."))
@@ -106,7 +106,7 @@ def _entries(data: Any, path: Path) -> list[tuple[Any, str]]:
 
 
 def unpack(payload: bytes, where: str, most: int) -> str:
-    """Text of gzip data of at most `most` bytes; more is never unpacked.
+    """Returns text of gzip data of at most `most` bytes; more is never unpacked.
 
     Raises:
         InputError: It is no gzip data, is cut, holds more, or no text.

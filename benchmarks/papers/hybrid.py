@@ -45,7 +45,7 @@ PAPER = {"Inception-V3": Published(1.32, 0.265), "GNMT": Published(1.15, 0.08), 
 
 
 def gain(speedup: float, over: float, degree: int = 2) -> float:
-    """Gain of hybrids of `degree` devices over data parallelism on as many devices.
+    """Returns gain of hybrids of `degree` devices over data parallelism on as many devices.
 
     Args:
         speedup: Of `degree` devices over one.
@@ -58,7 +58,7 @@ def gain(speedup: float, over: float, degree: int = 2) -> float:
 
 
 def batch_for(speedup: float, wanted: float, degree: int = 2) -> float:
-    """Batch over the critical one at which hybrids gain this much; inf where only the limit does."""
+    """Returns batch over the critical one at which hybrids gain this much; inf where only the limit does."""
     short = degree * (speedup - 1.0 - wanted)
     return math.inf if short <= 1e-12 else max(0.0, (degree * (1.0 + wanted) - speedup) / short)
 
@@ -132,7 +132,7 @@ class BigLstm(nn.Module):
 
 
 def inception(batch: int) -> tuple[nn.Module, Any, Any]:
-    """Inception-V3."""
+    """Returns inception-V3."""
     from rlplace.model.zoo import load_model
 
     loaded = load_model("zoo:inception", batch=batch, device="meta")
@@ -140,14 +140,14 @@ def inception(batch: int) -> tuple[nn.Module, Any, Any]:
 
 
 def gnmt(batch: int) -> tuple[nn.Module, Any, Any]:
-    """GNMT with sentences of 25 words."""
+    """Returns GNMT with sentences of 25 words."""
     with torch.device("meta"):
         words = torch.zeros(batch, 25, dtype=torch.long)
         return Gnmt(), {"source": words, "target": words}, None
 
 
 def big_lstm(batch: int) -> tuple[nn.Module, Any, Any]:
-    """BigLSTM, unrolled for 20 words."""
+    """Returns bigLSTM, unrolled for 20 words."""
     with torch.device("meta"):
         return BigLstm(), {"ids": torch.zeros(batch, 20, dtype=torch.long)}, None
 
@@ -161,7 +161,7 @@ PLANNERS = ("dlplacer", "best")
 
 
 def measured(cluster: str, limit_s: float) -> None:
-    """Speed-up of two devices over one on our graphs, by our cost model."""
+    """Returns speed-up of two devices over one on our graphs, by our cost model."""
     print(f"\n| model on {cluster} | ops | one device ms | " + " | ".join(PLANNERS) + " | pipeline of two | published |")
     print("|---" * (len(PLANNERS) + 5) + "|")
     for name, (make, batch) in MODELS.items():

@@ -59,7 +59,7 @@ def fuse_norms(module: torch.nn.Module) -> None:
 
 
 def _half_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
-    """Next tokens' cross entropy over logits as they are; a fused kernel casts inside."""
+    """Returns next tokens' cross entropy over logits as they are; a fused kernel casts inside."""
     shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
     return torch.nn.functional.cross_entropy(logits.reshape(-1, vocab_size), shifted)
 
@@ -75,7 +75,7 @@ def captures(
     optimizer: str,
     folder: Path | None,
 ) -> tuple[OpGraph, OpGraph]:
-    """A model at two batch sizes, which give all; graphs are kept in a folder where there is one."""
+    """Returns a model at two batch sizes, which give all; graphs are kept in a folder where there is one."""
     spec = MODELS[ALIASES.get(model, model)].format(seq=seq)
 
     def graph(batch: int) -> OpGraph:

@@ -114,7 +114,7 @@ def _basis(asked: _Asked, folder: Path | None) -> dict[str, float]:
 
 
 def _costs(asked: _Asked) -> CostTable | None:
-    """The shipped table with classes of ops multiplied and the stack's host; None: as shipped."""
+    """Returns the shipped table with classes of ops multiplied and the stack's host; None: as shipped."""
     if not asked.factors and not asked.layer_host_us:
         return None
     kind, shipped = cluster_of(asked.gpu, 1).kinds[0], shipped_costs()
@@ -146,7 +146,7 @@ def cluster_of(gpu: str, gpus: int) -> Cluster:
 
 
 def schedule_of(words: str, virtual: int) -> str:
-    """The pipeline schedule that a strategy's words name."""
+    """Returns the pipeline schedule that a strategy's words name."""
     if "zero bubble V" in words:
         return "zbv"
     if "zero bubble" in words:
@@ -155,14 +155,14 @@ def schedule_of(words: str, virtual: int) -> str:
 
 
 def even_bounds(names: Sequence[str], stages: int) -> tuple[int, ...]:
-    """Equal numbers of layers a stage, what comes before and after them at the ends: as configuration files cut."""
+    """Returns equal numbers of layers a stage, what comes before and after them at the ends: as configuration files cut."""
     layers = [index for index, name in enumerate(names) if re.search(r"\.\d+$", name)]
     cuts = [layers[len(layers) * stage // stages] for stage in range(1, stages)]
     return (0, *cuts, len(names))
 
 
 def draft_of_row(row: Row, names: Sequence[str]) -> Draft:
-    """The strategy of a row."""
+    """Returns the strategy of a row."""
     said = degrees(row.words, row.gpus)
     virtual = 2 if "zero bubble V" in row.words else 3 if row.words.endswith("PP8 interleaved") else said["virtual"]
     places, data, level = said["pipeline"], said["data"], said["level"]

@@ -91,7 +91,7 @@ class Excluded:
 
 
 def read(path: Path) -> tuple[list[Row], list[Excluded]]:
-    """Every row of a table, priced or excluded."""
+    """Returns every row of a table, priced or excluded."""
     rows: list[Row] = []
     excluded: list[Excluded] = []
     for data in csv.DictReader(path.open(encoding="utf-8")):
@@ -104,7 +104,7 @@ def read(path: Path) -> tuple[list[Row], list[Excluded]]:
 
 
 def _row(data: dict[str, str]) -> Row | str:
-    """The row, or why it is none."""
+    """Returns the row, or why it is none."""
     source, words = data["source"], data["strategy"] + (" T4" if "T4" in data["gpu"] else "")
     if ALIASES.get(data["model"], data["model"]) not in MODELS:
         return "its model is unknown here"

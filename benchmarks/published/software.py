@@ -31,11 +31,11 @@ class Software:
     known: str = ""
 
     def factors_on(self, kind: str) -> tuple[tuple[str, float], ...]:
-        """Op classes with their multiples on a device kind."""
+        """Returns op classes with their multiples on a device kind."""
         return tuple((op, factor) for (name, op), factor in self.factors.items() if name in ("", kind))
 
     def compiled(self, words: str) -> bool:
-        """Whether a compiler generates its kernels."""
+        """Says whether a compiler generates its kernels."""
         return "compile" in words if self.compiles is None else self.compiles
 
 
@@ -68,5 +68,5 @@ PLAIN = Software("", known="torch as it is")
 
 
 def software_of(source: str) -> Software:
-    """The stack of a source; torch itself where nothing else is known."""
+    """Returns the stack of a source; torch itself where nothing else is known."""
     return next((entry for entry in SOFTWARE if source.startswith(entry.name)), PLAIN)

@@ -126,7 +126,7 @@ def _remembered(what: str, model: str, asked: Mapping[str, Any], make: Callable[
 
 
 def _draws(trial: Trial) -> dict[str, Any]:
-    """Whether the loss of the model depends on more than its weights and inputs."""
+    """Says whether the loss of the model depends on more than its weights and inputs."""
     import torch
 
     losses = []
@@ -138,22 +138,22 @@ def _draws(trial: Trial) -> dict[str, Any]:
 
 
 def _notes(path: str) -> str:
-    """What a plan says of itself; nothing where there is none."""
+    """Says what a plan says of itself; nothing where there is none."""
     return str(json.loads(Path(path).read_text()).get("predicted", {}).get("extra")) if Path(path).exists() else ""
 
 
 def _strategy(path: str) -> dict[str, Any]:
-    """The strategy of a plan, as its file has it."""
+    """Returns the strategy of a plan, as its file has it."""
     return json.loads(Path(path).read_text())["strategy"]
 
 
 def _devices(path: str) -> int:
-    """How many processes a plan needs."""
+    """Counts how many processes a plan needs."""
     return len({device for stage in _strategy(path)["stages"] for device in stage["devices"]})
 
 
 def _words(path: str) -> str:
-    """What a plan chose, in short."""
+    """Says what a plan chose, in short."""
     data = _strategy(path)
     stages = data["stages"]
     mesh = " ".join(f"{axis}={n}" for axis, n in stages[0].get("mesh", {}).items() if n > 1)
@@ -169,7 +169,7 @@ def _words(path: str) -> str:
 
 
 def tried(trial: Trial, axes: Sequence[str], limit_s: float) -> list[Row]:
-    """The rows of one model."""
+    """Returns the rows of one model."""
     rows: dict[str, Row] = {}
     (looked,) = next(iter(run_jobs(_draws, [trial], 1, limit_s, "")))
     if "error" in looked:
@@ -198,7 +198,7 @@ def tried(trial: Trial, axes: Sequence[str], limit_s: float) -> list[Row]:
 
 
 def _judged(trial: Trial, job: Planning, case: Case, results: list[dict[str, Any]]) -> Row:
-    """One row from what the processes found."""
+    """Returns one row from what the processes found."""
     words, failures = _words(job.path), [one for one in results if "error" in one]
     if failures:
         failed = min(failures, key=lambda one: "gloo" in one["line"])  # others lost a process that failed
@@ -243,7 +243,7 @@ def _warm() -> None:
 
 
 def rows_of(chosen: Sequence[Trial], axes: Sequence[str], lanes: int = 1, limit_s: float = LIMIT_S) -> Iterator[Row]:
-    """The rows of all models, as they come.
+    """Yields the rows of all models, as they come.
 
     Args:
         chosen: Models.

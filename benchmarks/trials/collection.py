@@ -46,7 +46,7 @@ class Trial:
         return "batch" in inspect.signature(self.build).parameters
 
     def make(self, seed: int, batch: int) -> tuple[nn.Module, Any, Loss | None]:
-        """Model, inputs and loss, drawn with a seed."""
+        """Returns model, inputs and loss, drawn with a seed."""
         torch.manual_seed(seed)
         model, inputs, *loss = self.build(batch=batch) if self.sized else self.build()
         whole = dict(inputs) if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (tuple, list)) else (inputs,)
@@ -54,7 +54,7 @@ class Trial:
 
 
 def call(model: Any, inputs: Any, loss: Loss | None) -> torch.Tensor:
-    """The loss of a call: of the loss function, else what the model returned or the ``loss`` or first part of it."""
+    """Returns the loss of a call: of the loss function, else what the model returned or the ``loss`` or first part of it."""
     output = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
     if loss is not None:
         return loss(output)
@@ -66,7 +66,7 @@ def call(model: Any, inputs: Any, loss: Loss | None) -> torch.Tensor:
 
 
 def trials(paths: Sequence[Path] = (OWN,)) -> list[Trial]:
-    """All models of files, or of the Python files of folders.
+    """Returns all models of files, or of the Python files of folders.
 
     Raises:
         InputError: There is no such file, or it holds no function of a model.
@@ -87,7 +87,7 @@ def trials(paths: Sequence[Path] = (OWN,)) -> list[Trial]:
 
 
 def _buildable(function: Callable[..., Any]) -> bool:
-    """Whether it can be called with a batch or nothing; where it is not annotated it is called to see what it returns."""
+    """Says whether it can be called with a batch or nothing; where it is not annotated it is called to see what it returns."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.default is p.empty and p.name != "batch" for p in parameters):
         return False

@@ -16,7 +16,7 @@ WIDTH, VOCABULARY = 32, 50
 
 
 def text(batch: int, length: int = 12) -> Inputs:
-    """Tokens and labels."""
+    """Returns tokens and labels."""
     return {name: torch.randint(0, VOCABULARY, (batch, length)) for name in ("tokens", "labels")}
 
 
@@ -83,5 +83,5 @@ class Lm(nn.Module):
 
 
 def repeated(make: Callable[[], nn.Module], count: int = 3, tie: bool = False) -> Lm:
-    """A language model of like blocks."""
+    """Returns a language model of like blocks."""
     return Lm([make() for _ in range(count)], tie)

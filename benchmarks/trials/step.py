@@ -52,7 +52,7 @@ class Plain:
         self.optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=RATE) for m in self.models]
 
     def step(self, inputs: Any) -> float:
-        """Forward and backward; gradients of all copies are the mean over all parts."""
+        """Returns forward and backward; gradients of all copies are the mean over all parts."""
         parts, total = len(self.models) * self.passes, 0.0
         for at in range(parts):
             given = inputs if parts == 1 else _rows(inputs, at, self.batch, parts)
@@ -68,14 +68,14 @@ class Plain:
         return total
 
     def update(self) -> None:
-        """Step of the optimizers."""
+        """Returns step of the optimizers."""
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
 
 def _rows(inputs: Any, part: int, batch: int, parts: int) -> Any:
-    """One of equal parts of the samples."""
+    """Returns one of equal parts of the samples."""
     size = batch // parts
     rows = slice(part * size, (part + 1) * size)
     return torch.utils._pytree.tree_map_only(
@@ -172,7 +172,7 @@ def _compare_values(given: Any, model: Any, figures: Figures) -> None:
 
 
 def _whole(value: Any) -> Any:
-    """A tensor with all its parts."""
+    """Returns a tensor with all its parts."""
     if value is None:
         return None
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -180,7 +180,7 @@ def _whole(value: Any) -> Any:
 
 
 def _difference(own: torch.Tensor, other: torch.Tensor, floor: float) -> float:
-    """Largest difference relative to the largest wanted element, or to `floor` where that is more."""
+    """Returns largest difference relative to the largest wanted element, or to `floor` where that is more."""
     if own.shape != other.shape and own.dim() and other.dim():
         return float("inf")
     if max(own.numel(), other.numel()) == 0:
@@ -191,5 +191,5 @@ def _difference(own: torch.Tensor, other: torch.Tensor, floor: float) -> float:
 
 
 def equal(figures: Mapping[str, tuple[float, str]], tolerance: float) -> bool:
-    """Whether all figures are within their bounds."""
+    """Says whether all figures are within their bounds."""
     return all(figures[name][0] <= most * tolerance for name, most in MOST.items())

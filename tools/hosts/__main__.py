@@ -14,7 +14,7 @@ TIMEOUT_CODE = 124
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.hosts",
         description="Runs COMMAND on every one of several emulated hosts (root only), with the variables that torchrun sets.",

@@ -46,7 +46,7 @@ def cluster_of(
     memory_bytes: int | None = None,
     latency_s: float = LATENCY_S,
 ) -> Cluster:
-    """The cluster that these hosts should be: one processor device a host, links as they are shaped.
+    """Returns the cluster that these hosts should be: one processor device a host, links as they are shaped.
 
     A transfer holds its sender's card and its receiver's, or the link of its pair where the rates are given by pair.
 
@@ -74,7 +74,7 @@ def cluster_of(
 def measure_cluster(
     hosts: Hosts, *, repeats: int = 25, time_limit_s: float = 60.0, kinds: Sequence[DeviceKind] | None = None
 ) -> Cluster:
-    """The cluster of these hosts with the links that ``rlplace measure --links`` finds between them.
+    """Returns the cluster of these hosts with the links that ``rlplace measure --links`` finds between them.
 
     Devices and the channels that transfers share are those of `cluster_of`; latency, bandwidth and the curves of all-reduce
     are measured. Bandwidth is the rise between messages of 1 MiB and more, latency the time of the shortest message: what
@@ -114,7 +114,7 @@ def measure_cluster(
 
 
 def _fit(facts: dict[str, Any], count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Latency and bandwidth of every ordered pair, from the pairs as the verb lists them: row by row, no diagonal."""
+    """Returns latency and bandwidth of every ordered pair, from the pairs as the verb lists them: row by row, no diagonal."""
     latency, bandwidth = np.zeros((count, count)), np.zeros((count, count))
     size = np.array(facts["pair_bytes"], dtype=np.float64)
     large = np.flatnonzero(size >= LARGE_BYTES)
@@ -131,7 +131,7 @@ def _fit(facts: dict[str, Any], count: int) -> tuple[NDArray[np.float64], NDArra
 
 
 def cores_of(spec: HostsSpec, usable: int | None = None) -> tuple[float, ...]:
-    """Cores' worth of this machine that each host has when all of them compute.
+    """Returns cores' worth of this machine that each host has when all of them compute.
 
     Args:
         spec: The hosts.
@@ -152,7 +152,7 @@ def _kinds(spec: HostsSpec, memory_bytes: int) -> tuple[DeviceKind, ...]:
 
 
 def _kind(cores: float, memory_bytes: int, name: str) -> DeviceKind:
-    """A processor with a share of cores: everything takes longer by the share that is missing."""
+    """Returns a processor with a share of cores: everything takes longer by the share that is missing."""
     whole = max(1, int(cores))
     kind, speed = cpu_kind(whole, memory_bytes, name), min(1.0, cores / whole)
     return msgspec.structs.replace(

@@ -17,7 +17,7 @@ _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21
 
 
 def why_not() -> str | None:
-    """Why hosts cannot be emulated here, or None where nothing speaks against it."""
+    """Says why hosts cannot be emulated here, or None where nothing speaks against it."""
     if not sys.platform.startswith("linux"):
         return "emulated hosts are Linux network namespaces; this is another system"
     if os.geteuid() != 0:

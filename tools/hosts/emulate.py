@@ -65,7 +65,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def ending_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise `SystemExit` with the shell's code (143, 129) unless the program handles them itself.
+    """Yields SIGTERM and SIGHUP raise `SystemExit` with the shell's code (143, 129) unless the program handles them itself.
 
     Python's own SIGINT handler raises already. Outside the main thread, where handlers cannot be set, this does nothing.
     """

@@ -137,7 +137,7 @@ def _descendants() -> list[int]:
 
 
 def _enter(settings: dict[str, Any], command: list[str], keeper: int) -> NoReturn:
-    """In the child: enters the host and becomes the command."""
+    """Returns in the child: enters the host and becomes the command."""
     code = 125
     try:
         os.setsid()

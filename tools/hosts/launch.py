@@ -56,7 +56,7 @@ class Job:
         self._stopped = False
 
     def poll(self) -> tuple[int | None, ...]:
-        """Exit code of every rank, None where it still runs; 128 + N where signal N ended it."""
+        """Returns exit code of every rank, None where it still runs; 128 + N where signal N ended it."""
         codes = []
         for process in self.processes:
             code = process.keeper.poll()
@@ -132,7 +132,7 @@ class Job:
         return 0 if self._first_failed is None else codes[self._first_failed.rank] or 0
 
     def tail(self, rank: int) -> list[str]:
-        """The last lines that a rank wrote, standard output and standard error together."""
+        """Returns the last lines that a rank wrote, standard output and standard error together."""
         return self._pump.tail(rank)
 
     def stop(self) -> None:

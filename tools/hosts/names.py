@@ -16,12 +16,12 @@ _serial = itertools.count()
 
 
 def new_prefix() -> str:
-    """A prefix that no other emulation on this machine uses; parts are ``PREFIX-switch`` and ``PREFIX-hostN``."""
+    """Returns a prefix that no other emulation on this machine uses; parts are ``PREFIX-switch`` and ``PREFIX-hostN``."""
     return f"rlplace-{os.getpid()}-{_start_ticks(os.getpid())}-{_space():x}-{next(_serial)}"
 
 
 def is_stale(name: str) -> bool:
-    """Whether the name is one of ours whose process is gone; names of other process-id namespaces cannot be told."""
+    """Says whether the name is one of ours whose process is gone; names of other process-id namespaces cannot be told."""
     match = _NAME.fullmatch(name)
     if match is None or int(match[3], 16) != _space():
         return False
@@ -33,7 +33,7 @@ def _space() -> int:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Field 22 of /proc/PID/stat; None where the process does not exist or is a zombie."""
+    """Returns field 22 of /proc/PID/stat; None where the process does not exist or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

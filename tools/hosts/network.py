@@ -67,7 +67,7 @@ def make_network(spec: HostsSpec, prefix: str) -> None:
 
 
 def _card(spec: HostsSpec, card: str) -> str:
-    """One direction of a card, for all that goes through it."""
+    """Returns one direction of a card, for all that goes through it."""
     rate = spec.rate_between(0, 1)
     burst = spec.burst_of(rate)
     queue = burst + int(max(QUEUE_S * rate / 8, 128 << 10))
@@ -75,7 +75,7 @@ def _card(spec: HostsSpec, card: str) -> str:
 
 
 def _pair_links(spec: HostsSpec, sender: int) -> list[str]:
-    """A link of its own to every other host."""
+    """Returns a link of its own to every other host."""
     lines = [f"qdisc add dev {CARD} root handle 1: htb default 0"]  # 0: address resolution is not shaped
     for receiver in range(spec.hosts):
         if receiver == sender:

@@ -59,7 +59,7 @@ class HostsSpec:
         return rates[sender][receiver] if isinstance(rates, tuple) else rates
 
     def burst_of(self, rate_bits_per_s: float) -> int:
-        """Bytes of the token bucket of a link of this rate."""
+        """Returns bytes of the token bucket of a link of this rate."""
         return self.burst_bytes if self.burst_bytes is not None else max(8 << 10, int(rate_bits_per_s / 8 * 1e-3))
 
 
@@ -76,7 +76,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_rates(text: str) -> Rates:
-    """One rate, or a matrix with rows separated by ``;`` and a ``0`` for a host to itself: ``"0,50mbit;200mbit,0"``.
+    """Returns one rate, or a matrix with rows separated by ``;`` and a ``0`` for a host to itself: ``"0,50mbit;200mbit,0"``.
 
     Raises:
         InputError: The text is neither.
@@ -88,7 +88,7 @@ def parse_rates(text: str) -> Rates:
 
 
 def parse_cores(text: str) -> tuple[tuple[int, ...], ...]:
-    """Cores by host: ``"0,1"`` gives host 0 core 0 and host 1 core 1, ``"0-1,2-3"`` gives each two.
+    """Returns cores by host: ``"0,1"`` gives host 0 core 0 and host 1 core 1, ``"0-1,2-3"`` gives each two.
 
     Raises:
         InputError: The text is no such list.

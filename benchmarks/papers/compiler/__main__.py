@@ -73,7 +73,7 @@ def _captured(spec):
 
 
 def objectives(problems) -> None:
-    """Table 1."""
+    """Returns table 1."""
     print(f"\n{'step time / one device':26s}" + "".join(f"{o:>16s}" for o in OBJECTIVES))
     for problem in problems:
         alone = simulate(problem, np.zeros(problem.num_groups, dtype=int)).step_time_s
@@ -88,7 +88,7 @@ def objectives(problems) -> None:
 
 
 def cuts(problems) -> None:
-    """Table 2."""
+    """Returns table 2."""
     print(f"\n{'ms':26s}{'edges METIS':>14s}{'edges ours':>14s}{'sent METIS':>14s}{'sent ours':>14s}{'seeds won':>12s}")
     for problem in problems:
         graph, count = group_graph(problem), problem.num_devices
@@ -107,7 +107,7 @@ def cuts(problems) -> None:
 
 
 def _seconds(problem, nets, part) -> float:
-    """All transfers one after another, at the mean link."""
+    """Returns all transfers one after another, at the mean link."""
     latency, inverse = mean_link(problem)
     total = 0.0
     for net, source in enumerate(nets.source):
@@ -117,7 +117,7 @@ def _seconds(problem, nets, part) -> float:
 
 
 def drift(problems, seeds: int) -> None:
-    """Table 3."""
+    """Returns table 3."""
     heads = ("stale", "anew", "assisted", "recovers", "as planned", "no weights", "recovers", "as planned")
     print(f"\n{'relative to planned':26s}" + "".join(f"{head:>12s}" for head in heads))
     for problem in problems:
@@ -142,7 +142,7 @@ def drift(problems, seeds: int) -> None:
 
 
 def large() -> None:
-    """Seconds at about 5,000 ops."""
+    """Returns seconds at about 5,000 ops."""
     run_planner("best", random_problem(0, 8))
     settings = (
         {"num_groups": 1700, "num_devices": 4}, {"num_groups": 1700, "num_devices": 8, "width": 40},

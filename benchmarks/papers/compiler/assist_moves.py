@@ -90,7 +90,7 @@ class MovingRun(ReferenceRun):
         super().release(value, device)
 
     def transfer_s(self, value: int, source: int, destination: int) -> float:
-        """Seconds of a transfer without waiting; the same planned and actually."""
+        """Returns seconds of a transfer without waiting; the same planned and actually."""
         table = self.problem.tensor_transfer_s.get(value)
         if table is not None:
             return float(table[source, destination])
@@ -129,12 +129,12 @@ class MovingRun(ReferenceRun):
             self.admit(task)
 
     def weight_bytes(self, group: int) -> int:
-        """Bytes that a device needs to run the ops of a group that it does not own."""
+        """Returns bytes that a device needs to run the ops of a group that it does not own."""
         size = int(self.problem.weight_bytes[group])
         return size if size >= 0 else int(self.problem.resident_bytes[group])
 
     def gradient_bytes(self, group: int) -> int:
-        """Bytes that go back to the owner of a group for its update."""
+        """Returns bytes that go back to the owner of a group for its update."""
         size = int(self.problem.gradient_bytes[group])
         return size if size >= 0 else int(self.problem.resident_bytes[group])
 
@@ -160,7 +160,7 @@ class MovingRun(ReferenceRun):
             self.size[value] = self.gradient_bytes(group)
 
     def _join(self, value: int, device: int) -> None:
-        """One reader more on a device; the value is sent there if it is neither there nor on its way."""
+        """Returns one reader more on a device; the value is sent there if it is neither there nor on its way."""
         known = device in self.copies[value] or (value, device) in self.moving
         known = known or any(v == value and d == device for v, _, d in self.waiting)
         self.uses[value, device] = self.uses.get((value, device), 0) + 1
@@ -170,7 +170,7 @@ class MovingRun(ReferenceRun):
             self.waiting.append((value, source, device))
 
     def _leave(self, value: int, device: int) -> None:
-        """One reader less on a device."""
+        """Returns one reader less on a device."""
         if device in self.copies[value]:
             self.drop_use(value, device)
             return
@@ -181,11 +181,11 @@ class MovingRun(ReferenceRun):
                 self.drop_use(value, entry[1])
 
     def nearest(self, value: int, device: int) -> int:
-        """The device with a copy from which a transfer takes least."""
+        """Returns the device with a copy from which a transfer takes least."""
         return min(self.copies[value], key=lambda d: (self.transfer_s(value, d, device), d))
 
     def _count_uses(self, value: int) -> None:
-        """Readers and sends of a value that is not made yet, by device."""
+        """Returns readers and sends of a value that is not made yet, by device."""
         for device in range(len(self.running)):
             self.uses.pop((value, device), None)
         for task in self.readers[value]:

@@ -118,7 +118,7 @@ class AssistedRun(MovingRun):
         self.pending[to] = op
 
     def best_steal(self, to: int) -> tuple[int, float, int] | None:
-        """The op that an idle device gains most by taking: op, gain in seconds, bytes; None: nothing is worth it."""
+        """Returns the op that an idle device gains most by taking: op, gain in seconds, bytes; None: nothing is worth it."""
         best: tuple[int, float, int] | None = None
         for here in range(len(self.running)):
             if here == to or self.running[here] < 0 or not self.ready[here]:
@@ -154,7 +154,7 @@ class AssistedRun(MovingRun):
         return best
 
     def delivered_s(self, op: int, device: int, end: float) -> float:
-        """When the last reader of an op's results is expected to have them, if it ends on a device at a given time."""
+        """Says when the last reader of an op's results is expected to have them, if it ends on a device at a given time."""
         last = end
         for value in self.outputs[op]:
             for reader in self.readers[value]:
@@ -163,7 +163,7 @@ class AssistedRun(MovingRun):
         return last
 
     def arrival_s(self, op: int, to: int) -> float:
-        """When all inputs of an op are expected on a device."""
+        """Says when all inputs of an op are expected on a device."""
         last = self.now
         group = self.group[op]
         queued: dict[int, float] = {}
@@ -200,7 +200,7 @@ class AssistedRun(MovingRun):
         return set() if value is None else self.copies[value]
 
     def size_of(self, op: int, to: int) -> int:
-        """Bytes that an op and its followers bring to a device, all at once."""
+        """Returns bytes that an op and its followers bring to a device, all at once."""
         total, group = 0, self.group[op]
         values: set[int] = set()
         for task in (op, *self.followers[op]):
@@ -213,7 +213,7 @@ class AssistedRun(MovingRun):
 
 
 def mobile_ops(problem: Problem, movable: NDArray[np.bool_], move_weights: bool) -> list[bool]:
-    """Bool per op, whether it may be taken."""
+    """Returns bool per op, whether it may be taken."""
     group = movable & (problem.group_device < 0)
     if not move_weights:
         group = group & (problem.resident_bytes == 0)
@@ -228,7 +228,7 @@ def mobile_ops(problem: Problem, movable: NDArray[np.bool_], move_weights: bool)
 def saved_readers(
     problem: Problem, inputs: list[list[int]], outputs: list[list[int]], readers: list[list[int]]
 ) -> list[tuple[int, ...]]:
-    """Per op the backward ops of its group that read one of its inputs or outputs: what it saved for them."""
+    """Returns per op the backward ops of its group that read one of its inputs or outputs: what it saved for them."""
     group, phase = problem.op_group.tolist(), problem.op_phase.tolist()
     found = []
     for op in range(problem.num_ops):

@@ -18,7 +18,7 @@ OBJECTIVES = ("combined", "cut", "balance")
 
 
 def partitions(problem: Problem, devices: Sequence[int], objective: str) -> Iterator[Assignment]:
-    """The planner's partitions on given devices, or those of another objective with the same bands and imbalances."""
+    """Yields the planner's partitions on given devices, or those of another objective with the same bands and imbalances."""
     if objective == "combined":
         yield from family(problem, devices)
         return

@@ -52,7 +52,7 @@ GENERATED = [
 
 
 def graphs() -> Iterator[tuple[str, Callable[[], Problem]]]:
-    """Name and maker of every graph."""
+    """Yields name and maker of every graph."""
     for setting in GENERATED:
         name = f"{setting['shape']} {setting['num_groups']} groups, {'training' if setting['training'] else 'inference'}"
         yield name, lambda setting=setting: random_problem(num_devices=4, **setting)
@@ -67,7 +67,7 @@ def _captured(spec: str) -> Problem:
 
 
 def repeated(problem: Problem, count: int) -> Problem:
-    """A step of so many passes over the forward and backward ops, and one update that waits for all their gradients."""
+    """Returns a step of so many passes over the forward and backward ops, and one update that waits for all their gradients."""
     once = problem.op_phase == UPDATE
     again = np.flatnonzero(~once)
     copies = [np.arange(problem.num_ops)] + [np.full(problem.num_ops, -1) for _ in range(count - 1)]
@@ -102,7 +102,7 @@ def repeated(problem: Problem, count: int) -> Problem:
 
 
 def plan(problem: Problem) -> dict[str, float]:
-    """Step times of the partition and its rivals."""
+    """Returns step times of the partition and its rivals."""
     one_s = simulate(problem, np.zeros(problem.num_groups, dtype=int)).step_time_s
     weight, count = group_graph(problem).mean_time_s, problem.num_devices
     cuts = [metis_partition(problem, weight, np.ones(count) / count, 30, seed) for seed in range(5)]
@@ -114,7 +114,7 @@ def plan(problem: Problem) -> dict[str, float]:
 
 
 def assist(problem: Problem) -> dict[str, Any]:
-    """Late ops only: what assistants do at planned times, and what they recover where ops drift."""
+    """Returns late ops only: what assistants do at planned times, and what they recover where ops drift."""
     made = get_planner("compiler")(problem)
     planned_s, devices = made.predicted.step_time_s, made.device_of_group
     ways = {name: movable(problem, devices, move_weights=moves) for name, moves in (("weights", True), ("no weights", False))}

@@ -20,7 +20,7 @@ from rlplace.problem import Problem
 
 
 def linear_clustering(problem: Problem, graph: NodeGraph) -> Assignment:
-    """int32 [G], devices of the problem."""
+    """Returns int32 [G], devices of the problem."""
     cluster = np.full(graph.num_nodes, -1, dtype=np.int32)
     barred = np.zeros(graph.num_nodes, dtype=bool)
     number = heaviest_paths(graph.order, graph.weight_s, graph.out, barred, graph.num_nodes, cluster)
@@ -28,7 +28,7 @@ def linear_clustering(problem: Problem, graph: NodeGraph) -> Assignment:
 
 
 def critical_path_first(problem: Problem, graph: NodeGraph) -> Assignment:
-    """int32 [G], devices of the problem."""
+    """Returns int32 [G], devices of the problem."""
     path = slice_graph(graph, 1)
     single = np.arange(graph.num_nodes, dtype=np.int32) + 1
     single[path.cluster == 0] = 0
@@ -50,7 +50,7 @@ class GraphMeasures:
 
 
 def measures(graph: NodeGraph) -> GraphMeasures:
-    """DoP and CCR of a graph."""
+    """Returns DoP and CCR of a graph."""
     work, cluster = float(graph.weight_s.sum()), np.full(graph.num_nodes, -1, dtype=np.int32)
     barred = np.zeros(graph.num_nodes, dtype=bool)
     heaviest_paths(graph.order, graph.weight_s, graph.out, barred, 1, cluster)

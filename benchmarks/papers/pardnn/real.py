@@ -278,6 +278,6 @@ MODELS: dict[str, PaperModel] = {
 
 
 def make(name: str, batch: int | None = None, *, larger: bool = False) -> tuple[nn.Module, tuple[Tensor, ...], Any]:
-    """Module, inputs and loss (the module's own)."""
+    """Returns module, inputs and loss (the module's own)."""
     with torch.device("meta"):
         return *MODELS[name].make(batch or MODELS[name].batch, larger), None

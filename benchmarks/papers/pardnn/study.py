@@ -54,18 +54,18 @@ class Steps:
         self.capture_s = time.perf_counter() - self.capture_s
 
     def at(self, batch: int) -> OpGraph:
-        """The graph of a batch."""
+        """Returns the graph of a batch."""
         small, large = self.graphs
         return {small.samples: small, large.samples: large}.get(batch) or rescale(small, large, batch)
 
     def priced(self, batch: int, count: int) -> Problem:
-        """Every op a node of its own, on so many devices."""
+        """Returns every op a node of its own, on so many devices."""
         costs = with_host(None, ["v100"], op_s=LAUNCH_S)
         return rlplace.price(self.at(batch), f"v100:{count}", level="op", groups=10**6, costs=costs)
 
 
 def speedups(steps: Steps, batch: int, counts: Sequence[int]) -> list[dict[str, Any]]:
-    """One row a number of devices."""
+    """Returns one row a number of devices."""
     rows = []
     for count in counts:
         problem = steps.priced(batch, count)
@@ -88,7 +88,7 @@ def speedups(steps: Steps, batch: int, counts: Sequence[int]) -> list[dict[str, 
 
 
 def batches(steps: Steps, counts: Sequence[int]) -> list[dict[str, Any]]:
-    """The largest power of two that fits, and samples a second there."""
+    """Returns the largest power of two that fits, and samples a second there."""
     rows, batch = [], 1
     for count in counts:
         best: dict[str, Any] | None = None

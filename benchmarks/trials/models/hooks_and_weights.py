@@ -55,14 +55,14 @@ def backward_hook_of_a_module(batch: int = 8) -> Made:
 
 
 def hook_of_a_parameter(batch: int = 8) -> Made:
-    """Gradients of one weight are masked, as for embeddings that stay."""
+    """Returns gradients of one weight are masked, as for embeddings that stay."""
     model, inputs = _body(batch)
     model.layers[1].weight.register_hook(lambda gradient: gradient * (torch.arange(16) > 3)[:, None])
     return model, inputs
 
 
 def clipped_by_a_hook(batch: int = 8) -> Made:
-    """A hook that is not linear: a gradient of a part of the batch clipped is not a part of the clipped one."""
+    """Returns a hook that is not linear: a gradient of a part of the batch clipped is not a part of the clipped one."""
     model, inputs = _body(batch)
     model.layers[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
     return model, inputs

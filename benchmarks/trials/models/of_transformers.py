@@ -38,7 +38,7 @@ def hf_llama(batch: int = 8) -> Made:
 
 
 def hf_bert_padded(batch: int = 8) -> Made:
-    """Some labels are ignored, some positions padded."""
+    """Returns some labels are ignored, some positions padded."""
     inputs = _tokens(batch)
     inputs["attention_mask"] = (torch.arange(10) < torch.randint(4, 11, (batch, 1))).long()
     inputs["labels"][torch.rand(batch, 10) < 0.7] = -100

@@ -116,7 +116,7 @@ class _Messages(nn.Module):
 
 
 def graph_by_edges() -> Made:
-    """One graph: its size is its own."""
+    """Returns one graph: its size is its own."""
     edges = torch.randint(0, 24, (2, 50))
     return _Messages(), {"x": torch.randn(24, 8), "edge_index": edges, "y": torch.randint(0, 3, (24,))}
 
@@ -134,7 +134,7 @@ class _Pooled(nn.Module):
 
 
 def graphs_pooled_by_number() -> Made:
-    """Eight graphs of five nodes."""
+    """Returns eight graphs of five nodes."""
     return _Pooled(), {"x": torch.randn(40, 8), "graph": torch.arange(8).repeat_interleave(5), "y": torch.randn(8)}
 
 

@@ -254,7 +254,7 @@ def unlike_dtypes(batch: int = 8) -> Made:
 
 
 def forward_replaced_from_outside(batch: int = 8) -> Made:
-    """A patch of a method of one object, which a copy of the object would share."""
+    """Returns a patch of a method of one object, which a copy of the object would share."""
     model = _Nested()
     layer = model.rows[1][0]
     layer.forward = lambda x: F.linear(x, 2 * layer.weight, layer.bias)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What the benchmarks share: arguments, rows on disk, jobs that fill missing rows, intervals, and tables of pages.
+"""Parts that all benchmarks share: arguments, rows on disk, jobs that fill missing rows, intervals, and tables of pages.
 
 A benchmark has a docstring that says what it measures, its cases, a function that makes rows, and one that makes the table.
 """

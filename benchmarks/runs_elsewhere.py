@@ -1,4 +1,4 @@
-"""What runs of other models tell of a model (`rlplace finetune --from`), on a cluster like this one and on one unlike it.
+"""The use of runs of other models (`rlplace finetune --from`), on a cluster like this one and on one unlike it.
 
     python -m benchmarks.runs_elsewhere [--truths 8]
 

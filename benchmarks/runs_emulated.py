@@ -5,10 +5,11 @@
     python -m benchmarks.runs_emulated --table
 
 Four hosts with a slow device each, as in `benchmarks/emulated.py`: torch itself, real tensors over shaped links, and blocks
-that sleep for their time. What the planner is told is wrong on purpose: one host is slower than the others (`slow_host`), one
-pair of hosts has a fifth of the rate (`slow_link`), links that are described as each pair's own are shared by all that a host
-sends (`contended_link`), every host has a speed of its own (`unlike_speeds`). A session measures five strategies, chosen by a
-rule; all rules share what was measured in a cell. The figure is the step time of the quickest run over the least of the cell.
+that sleep for their time. The description that the planner has is wrong on purpose: one host is slower than the others
+(`slow_host`), one pair of hosts has a fifth of the rate (`slow_link`), links that are described as each pair's own are
+shared by all that a host sends (`contended_link`), every host has a speed of its own (`unlike_speeds`). A session measures
+five strategies, chosen by a rule; all rules share what was measured in a cell. The figure is the step time of the quickest
+run over the least of the cell.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ MODELS = tuple(emulated.MODELS)
 
 @dataclass(frozen=True)
 class Wrong:
-    """How hosts differ from what the planner is told.
+    """The difference between hosts and their description.
 
     Attributes:
         told: Rates as described: one for every card, or of every pair.

@@ -1,4 +1,4 @@
-"""What stock PPO learns in `rlplace/Strategy-v0` in a minute or a few of one core: the table in docs/agent/environments.md.
+"""Scores of stock PPO in `rlplace/Strategy-v0` after a minute or a few of one core: the table in docs/agent/environments.md.
 
     python -m benchmarks.strategy_env [--split train] [--seeds 3] [--seconds 60]
 

@@ -1,4 +1,4 @@
-"""How good the search for whole strategies is: regret against long runs of three unlike searches, and brute force.
+"""The quality of the search for whole strategies: regret against long runs of three unlike searches, and brute force.
 
     python -m benchmarks.strategy_search [--problems 24] [--reference-s 60] [--rows FILE]
     python -m benchmarks.strategy_search --large                    512 devices
@@ -87,7 +87,7 @@ def roomy(cluster: Cluster, memory_bytes: float) -> Cluster:
 
 
 class Walk:
-    """What annealing and evolution share: random starts, random neighbours, and a clock."""
+    """The shared part of annealing and evolution: random starts, random neighbours, and a clock."""
 
     def __init__(self, question: SearchProblem, rng: Generator, seconds: float) -> None:
         self.tries, self.rng = Tries(question, time_limit_s=seconds), rng
@@ -136,7 +136,7 @@ def annealed(question: SearchProblem, seed: int, seconds: float) -> float:
 
 
 def evolved(question: SearchProblem, seed: int, seconds: float, *, size: int = 20) -> float:
-    """Seconds of the best of a population that starts with random strategies; each round the better half has children."""
+    """Evolves a population that starts at random, the better half of which has children each round: seconds of its best."""
     rng = np.random.default_rng(seed)
     walk = Walk(question, rng, seconds)
     try:

@@ -83,7 +83,7 @@ def rule_of_thumb(rows: Iterable[Row]) -> Row:
 
 
 def judge(found: Sequence[Said]) -> dict[str, Any]:
-    """Of a group: the planner's pick, its first three and the rule's, as performance beside the measured best; rank order."""
+    """Judges a group: performance of the planner's pick, its first three and the rule's beside the best; rank order."""
     timed = [said for said in found if said.row.taken_s is not None and said.step_s is not None]
     best = min(timed, key=lambda said: said.row.taken_s or 0.0).row
     ranked = sorted(timed, key=lambda said: (said.over_bytes, said.step_s))

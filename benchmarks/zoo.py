@@ -71,7 +71,7 @@ def sizes(env: str) -> dict[str, int]:
 
 
 def played(env: str, choose: Callable[[Any, NDArray[np.bool_]], int]) -> list[float]:
-    """Step time over the reference's at the end of an episode on each unseen problem; inf where the plan does not fit."""
+    """Plays an episode on each unseen problem: step time over the reference's, inf where the plan does not fit."""
     play = KINDS[env](problems(env, "test"), **sizes(env))
     over = []
     for number in range(len(play.instances)):
@@ -84,7 +84,7 @@ def played(env: str, choose: Callable[[Any, NDArray[np.bool_]], int]) -> list[fl
 
 
 def searched(env: str, name: str, seed: int) -> list[float]:
-    """Returns the same of a planner."""
+    """Plans every unseen problem: step times over the reference's."""
     over = []
     for instance in problems(env, "test"):
         options: dict[str, Any] = {"calls": CALLS, "seed": seed} if name in ("annealing", "local_search", "lns") else {}

@@ -1,1 +1,1 @@
-"""What tests and benchmarks use and users do not get: the wheel leaves it out."""
+"""Tools of tests and benchmarks, which the wheel leaves out."""

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 PATIENCE_S = 600.0
-"""Seconds for which a set waits for another one to save its kernels."""
+"""Seconds for which a set waits for another process to save its kernels."""
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -45,7 +45,7 @@ CLUSTERS: tuple[tuple[int, dict[str, Any]], ...] = (
 
 
 def large_case(name: str, groups: int, shape: int, cluster: int) -> ProblemCase:
-    """A random graph of three ops a group, on which nothing is tuned; with 20,000 groups a simulation takes 8 to 19 ms."""
+    """Makes a random graph of three ops a group that nothing is tuned on; with 20,000 groups a simulation takes 8 to 19 ms."""
     devices, more = CLUSTERS[cluster]
     problem = random_problem(900_000 + shape, groups, devices, shape=SHAPES[shape], width=16, **more)
     return ProblemCase(f"{name}-{SHAPES[shape]}-{devices}", f"synthetic:{SHAPES[shape]}", problem, is_branchy(problem), True)

@@ -1,4 +1,4 @@
-"""Runs rows: each once, from the floor, with its answer simulated anew; in this process or in one process a core."""
+"""One run for each row, from the floor, with its answer simulated anew; in this process or in one process a core."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ _ready: dict[str, Any] = {}
 
 
 def _warm(method: Method) -> Any:
-    """The function of a method, which has placed a small problem before so that nothing is compiled while time counts."""
+    """Returns the function of a method, which has placed a small problem before, so that nothing is left to compile."""
     if method.name not in _ready:
         _ready[method.name] = place_of(method)
         _ready[method.name](random_problem(0, 8, 2), seed=0, start=np.zeros(8, dtype=np.int32), calls=8)

@@ -1,4 +1,4 @@
-"""What is measured: cases with their floor, methods, budgets, rows."""
+"""Records of what is measured: cases with their floor, methods, budgets, rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RIVAL, AGENT, ABLATION = "rival", "agent", "ablation"
 
 @dataclass(frozen=True, order=True)
 class Budget:
-    """What a run may spend after the floor.
+    """The calls or seconds that a run may spend after the floor.
 
     Attributes:
         kind: ``"calls"`` (simulator calls) or ``"s"`` (wall seconds).
@@ -30,7 +30,7 @@ class Budget:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """As arguments of a planner."""
+        """Arguments of a planner."""
         return {"calls": int(self.value)} if self.kind == "calls" else {"time_limit_s": self.value}
 
     @staticmethod
@@ -120,10 +120,10 @@ class BenchmarkRow(Record, frozen=True):
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """What makes the row unique."""
+        """The key of the row; no two rows share one."""
         return self.case, self.method, self.budget, self.seed
 
     @property
     def valid(self) -> bool:
-        """Whether the run gave a plan that is feasible and as stated."""
+        """True where the run gave a plan that is feasible and as stated."""
         return self.step_time_s is not None and self.violation is None

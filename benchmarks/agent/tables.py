@@ -92,7 +92,7 @@ def log_steps(rows: Iterable[BenchmarkRow], methods: Collection[str], budget: st
 
 
 def show_ratio(ours: Mapping[str, float], theirs: Mapping[str, float], cases: Collection[str]) -> str:
-    """Mean of ours / theirs over the named cases that both have, as ``0.970 [0.960, 0.980]``; of fewer than all it says so."""
+    """Shows the mean of ours / theirs over the cases that both have, ``0.970 [0.960, 0.980]``, and their number if not all."""
     logs = [ours[name] - theirs[name] for name in sorted(cases) if name in ours and name in theirs]
     if not logs:
         return ""
@@ -103,7 +103,7 @@ def show_ratio(ours: Mapping[str, float], theirs: Mapping[str, float], cases: Co
 
 
 def ratio_tables(store: Store, budgets: Sequence[str]) -> list[str]:
-    """Step time over the floor's on all and on branchy cases, then over annealing's by slice of them; a column a budget."""
+    """Makes tables over the floor on all and on branchy cases, then over annealing by slice of them; a column a budget."""
     rows, lines, parts = list(store.rows.values()), lines_of(store), slices(store.cases)
     floors = {name: math.log(info.floor_s) for name, info in store.cases.items() if info.floor_s is not None}
     annealing = {budget: log_steps(rows, ["annealing"], budget) for budget in budgets}
@@ -169,7 +169,7 @@ def run_table(store: Store, budgets: Sequence[str]) -> str:
 
 
 def count_table(store: Store, budgets: Sequence[str]) -> str:
-    """Where the agent is faster, as fast (see `rlplace.stats.TIE`) and slower than each classical search; empty without it."""
+    """Counts cases where the agent is faster than, level with and slower than each classical search; empty without it."""
     rows = list(store.rows.values())
     names = [method.name for method in store.methods.values() if method.role == AGENT]
     body = []

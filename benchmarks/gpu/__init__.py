@@ -1,1 +1,1 @@
-"""What one CUDA device tells: kernels, steps, memory and placed models, in slices that can be resumed."""
+"""Measurements of one CUDA device: kernels, steps, memory and placed models, in slices that can be resumed."""

@@ -130,7 +130,7 @@ def _either(case: Case, body: Call, wanted: list[torch.Tensor]) -> Call:
 
 
 def _product(case: Case, rand: Callable[..., torch.Tensor]) -> Call:
-    """The layouts of a linear layer: x wT, its input's gradient g w, its weight's gT x; m, n and k are those of the kernel."""
+    """Lists the layouts of a linear layer: x wT, its input's gradient g w, its weight's gT x; m, n, k of the kernel."""
     dims = case.dims
     lead = (dims["batch"],) if "batch" in dims else ()
     m, n, k = dims["m"], dims["n"], dims["k"]
@@ -186,7 +186,7 @@ SUSTAINED = (
 def sustained(
     case: Case, device: torch.device, seconds: float, read: Callable[[], dict[str, float]]
 ) -> Iterator[dict[str, Any]]:
-    """The same kernel without a pause: seconds of a call in windows of a tenth of the time, with clock and power at the end."""
+    """Runs a kernel without a pause: seconds of a call in windows of a tenth of the time, clock and power at the end."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = case.dtype == "tf32"
     calls = [_make(case, device) for _ in range(3)]
     once = time_case(case, device)["seconds"]

@@ -1,7 +1,7 @@
 """Strategies of one device on torch's own parts, and what several processes on one card can run.
 
 One process runs micro-batches, recomputation, FSDP2 in mixed precision over a group of one, and parameters in host memory.
-NCCL gives a card to one process only, unless it is told otherwise by NCCL_MULTI_RANK_GPU_ENABLE, which newer ones know; where
+NCCL gives a card to one process only, unless NCCL_MULTI_RANK_GPU_ENABLE is set, which newer ones know; where
 that works, cells of `benchmarks.equality` run on eight processes of one card.
 """
 
@@ -45,7 +45,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "torch: fully_shard, bf16 over fp32": {"torch": "fsdp", "half": True},
     "torch: fully_shard, parameters on the host": {"torch": "offload", "half": True},
 }
-"""What `prepare` is told, and torch's wrappers by hand over a group of one, whose cost a strategy of one device has not."""
+"""Strategies for `prepare`, and torch's wrappers over a group of one, whose cost a strategy of one device has not."""
 
 
 @contextlib.contextmanager

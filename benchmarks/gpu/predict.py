@@ -1,4 +1,4 @@
-"""What the cost model says of the steps that were measured: as shipped, and calibrated on the ops of the five models.
+"""Predictions of the steps that were measured: as shipped, and calibrated on the ops of the five models.
 
     python -m benchmarks.gpu.predict DIR
 

@@ -1,4 +1,4 @@
-"""What the cards of rlplace's own planners say."""
+"""Texts of the cards of rlplace's own planners."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ OURS = {
     "bipartition": Ours(
         "heuristic",
         "Bi-Partition (Cui et al. 2023), reconstructed: forward and backward passes of a chain of layers cut at different "
-        "layers by dynamic programming. Its question is another one: problems of this board keep the passes of a group "
+        "layers by dynamic programming. Its question differs: problems of this board keep the passes of a group "
         "together, and a placement is one pass, which gains nothing from a pipeline. So its answers on the split problem "
         "are projected: both passes go where the forward pass is, or where the backward pass is, with displaced layers "
         "and without; the simulator picks, and what does not fit is repaired.",

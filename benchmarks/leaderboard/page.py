@@ -120,8 +120,8 @@ _HEAD = """# Leaderboard of learned placement
 
 Placements of {cases} problems ([the test split](docs/agent/problems.md) as it was when the board began), {branchy} of
 them branchy, of model families that the shipped agent's training never sees. Every plan here is simulated again,
-exactly: step times, memory and fixed groups are checked. **Calls and seconds are what the submission claims; nobody can
-check them**, nor that nothing was tuned on these cases.
+exactly: step times, memory and fixed groups are checked. **Calls and seconds are what the submission claims; they cannot be
+checked**, nor that nothing was tuned on these cases.
 
 - *all*, *branchy*: geometric mean of step time over that of `best`, the best of ten heuristics; less is faster. In
   brackets the 95 % bootstrap interval over cases.

@@ -1,4 +1,4 @@
-"""What a submission says: its card and a row a case, as typed records."""
+"""Records of a submission: its card and a row a case, as typed records."""
 
 from __future__ import annotations
 

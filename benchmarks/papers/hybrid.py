@@ -30,7 +30,7 @@ from rlplace.strategy.search.space import Space
 
 @dataclass(frozen=True)
 class Published:
-    """What the paper says of a model.
+    """The paper's figures of a model.
 
     Attributes:
         speedup: Of two devices over one, at the same batch.

@@ -49,7 +49,7 @@ ALIASES = {
 
 
 def fuse_norms(module: torch.nn.Module) -> None:
-    """A norm that keeps its input alone, as fused RMSNorm does on a GPU, in place of transformers' with its float32 copies."""
+    """Makes a norm that saves its input alone, as fused RMSNorm does, in place of transformers' with its float32 copies."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if type(child).__name__.endswith("RMSNorm"):

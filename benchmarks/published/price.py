@@ -33,7 +33,7 @@ TITAN = msgspec.structs.replace(
 
 @dataclass(frozen=True)
 class Said:
-    """What the planner says about a row.
+    """The prediction of a row.
 
     Attributes:
         row: The row.
@@ -83,7 +83,7 @@ def evaluator(row: Row, folder: Path | None) -> DraftEvaluator:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What rows have in common that are priced alike."""
+    """The facts that rows share which are priced alike."""
 
     capture: tuple[str, int, str, bool, bool, bool, str]
     gpu: str

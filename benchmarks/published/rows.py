@@ -64,14 +64,14 @@ class Row:
 
     @property
     def group(self) -> tuple[str, ...]:
-        """What rows share that differ in their strategy only."""
+        """The facts that rows share which differ in their strategy only."""
         batch, seq = f"batch {self.batch}", f"seq {self.seq}"
         host = "compiled" if self.software.compiled(self.words) else "eager"
         return self.model, f"{self.gpus} x {self.gpu}", batch, seq, self.precision, host, self.source.split()[0]
 
     @property
     def software(self) -> Software:
-        """What ran it."""
+        """The software that ran it."""
         return software_of(self.source)
 
     @property

@@ -1,4 +1,4 @@
-"""What ran published steps, as far as it is not torch as this project prices it; each entry says where that is known from."""
+"""Software of published steps, where it is not torch as this project prices it; each entry says where that is known from."""
 
 from __future__ import annotations
 

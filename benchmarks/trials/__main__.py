@@ -71,7 +71,7 @@ FEW = (
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a model on an axis; `worst` are the largest differences from what it is compared with."""
+    """The result of a model on an axis; `worst` are the largest differences from what it is compared with."""
 
     model: str
     axis: str

@@ -42,7 +42,7 @@ class Trial:
 
     @property
     def sized(self) -> bool:
-        """Whether the function takes the number of samples."""
+        """True where the function takes the number of samples."""
         return "batch" in inspect.signature(self.build).parameters
 
     def make(self, seed: int, batch: int) -> tuple[nn.Module, Any, Loss | None]:

@@ -1,4 +1,4 @@
-"""What several models of the collection are made of."""
+"""Parts of several models of the collection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes emulated hosts and removes them."""
+"""The life of emulated hosts, from their making to their removal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs one command inside an emulated host and sees that nothing of it outlives its launcher.
+"""The keeper of one command inside an emulated host: nothing of it outlives its launcher.
 
 Started by path with a bare interpreter (``python -I -S keeper.py SETTINGS COMMAND ...``), so it imports the standard library
 alone. The command becomes a child in a session of its own, inside the host's namespaces, on its cores. This

@@ -87,7 +87,7 @@ class Job:
             timeout_s: Seconds from now; None waits for ever.
 
         Returns:
-            Exit code of every rank; 128 + N where signal N ended it (143 for those ended because another one failed).
+            Exit code of every rank; 128 + N where signal N ended it (143 for those ended because another rank failed).
 
         Raises:
             RlplaceError: The time is up; names the ranks that were still running. The job has been ended.
@@ -181,8 +181,8 @@ def launch(
     """Starts a command on every host, `processes_per_host` times each, with the environment that torchrun would give it.
 
     Ranks read ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``, ``MASTER_ADDR`` and
-    ``MASTER_PORT``; gloo and NCCL are told the card. ``torchrun`` itself as the command (one process a host) finds its nodes in
-    ``PET_NNODES``, ``PET_NODE_RANK``, ``PET_MASTER_ADDR`` and ``PET_MASTER_PORT``.
+    ``MASTER_PORT``; gloo and NCCL get the name of the card. ``torchrun`` itself as the command (one process a host) finds
+    its nodes in ``PET_NNODES``, ``PET_NODE_RANK``, ``PET_MASTER_ADDR`` and ``PET_MASTER_PORT``.
 
     Args:
         hosts: From `emulated_hosts`.

@@ -1,4 +1,4 @@
-"""Names of everything that an emulation makes on the machine, so that what a dead process left behind can be told apart.
+"""Names of everything that an emulation makes on the machine, so that what a dead process left behind is recognised.
 
 A name is ``rlplace-PID-START-SPACE-SERIAL`` and a part: process id, its start in clock ticks since boot (ids are used again),
 the process-id namespace that the id counts in, and a number for each emulation of the process.

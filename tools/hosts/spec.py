@@ -1,4 +1,4 @@
-"""What a set of emulated hosts looks like: how many, how fast their links, which cores each has."""
+"""The description of emulated hosts: how many, how fast their links, which cores each has."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class HostsSpec:
 
     @property
     def per_pair(self) -> bool:
-        """Whether every ordered pair has a link of its own."""
+        """True where every ordered pair has a link of its own."""
         return isinstance(self.rate_bits_per_s, tuple)
 
     def rate_between(self, sender: int, receiver: int) -> float:

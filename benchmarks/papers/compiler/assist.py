@@ -48,7 +48,7 @@ from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violat
 
 @dataclass(frozen=True, eq=False)
 class AssistedTimeline:
-    """What happened in an assisted step.
+    """The timeline of an assisted step.
 
     Attributes:
         timeline: With the devices that ran the ops; transfers of weights are not in it.
@@ -82,7 +82,7 @@ def simulate_assisted(
     Without movable groups this is `rlplace.simulate` at the actual times, with the planned priorities.
 
     Args:
-        problem: The priced graph; its times are what the plan and the assistants go by.
+        problem: The priced graph; its times are what the plan and the assistants know.
         plan: A plan for `problem`, or a device number per group, int [G].
         movable: bool [G], groups whose ops may be taken.
         margin_s: Least gain that is worth a move; default the latency of the link from the op's device to the idle one.

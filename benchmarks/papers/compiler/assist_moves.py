@@ -1,7 +1,7 @@
 """The reference simulator with tasks that change their device: the mechanics behind `benchmarks.papers.compiler.assist`.
 
 A task that has not started may move. What it would have read stays or goes on as for any reader less on the old device and one
-more on the new one: copies without readers are freed, transfers that nobody waits for any more are taken out of the queue, and
+more on the new one: copies without readers are freed, transfers without a reader are taken out of the queue, and
 what the new device lacks joins the queue of waiting transfers, sent from a device that has it.
 """
 
@@ -24,7 +24,7 @@ class MovingRun(ReferenceRun):
         copies: Per value the devices that have it.
         moving: Source and end of every transfer that runs, by (value, destination).
         until_s: When a channel is expected to be free of what it carries, by planned times.
-        weight_group: Group of each value that stands for a group's weights; these come after the values of the step.
+        weight_group: Group of each value that represents a group's weights; these come after the values of the step.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class MovingRun(ReferenceRun):
         self.inputs[task].append(value)
 
     def _charge_gradient(self, value: int, group: int, to: int) -> None:
-        """A gradient that its own group uses has no bytes, because they are resident; from another device it is sent."""
+        """Makes a gradient that its own group uses take no bytes, as they are resident; from another device it is sent."""
         update = any(self.problem.op_phase[t] == UPDATE and self.group[t] == group for t in self.readers[value])
         if update and self.size[value] == 0 and group not in self.returned and to != self.home[group]:
             self.returned.add(group)

@@ -1,4 +1,4 @@
-"""What the assistants know and how they decide; the rules are those of `benchmarks.papers.compiler.assist`."""
+"""The knowledge and decisions of assistants; the rules are those of `benchmarks.papers.compiler.assist`."""
 
 from __future__ import annotations
 

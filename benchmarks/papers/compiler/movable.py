@@ -61,7 +61,7 @@ def movable(
 
 @dataclass(frozen=True, eq=False)
 class Assistance:
-    """How the compiler sets the assistants up; `options` are arguments of `simulate_assisted`.
+    """The settings of assistants by the compiler; `options` are arguments of `simulate_assisted`.
 
     Attributes:
         movable: bool [G].
@@ -109,7 +109,7 @@ def prepare_assistants(
 
 
 def move_costs(problem: Problem, device_of_group: NDArray[np.int32]) -> NDArray[np.float64]:
-    """float64 [G, D], seconds of transfers that moving each group alone to each device adds; inf where it may not sit."""
+    """Prices moves: float64 [G, D], seconds of transfers that moving a group alone to a device adds; inf where barred."""
     nets, (latency, inverse) = problem_nets(problem), finite_links(problem)
     shape = (len(nets.source), problem.num_devices)
     net, pin = np.repeat(np.arange(shape[0]), np.diff(nets.pin_ptr)), nets.pins

@@ -33,7 +33,7 @@ def partitions(problem: Problem, devices: Sequence[int], objective: str) -> Iter
 
 
 def longest_first(partitioner: Partitioner) -> NDArray[np.int32]:
-    """int32 [G]: longest first, each vertex on the device with memory for it that then has the smallest load in its band."""
+    """Places longest first, each on the device with memory for it that then has the least load in its band: int32 [G]."""
     level = partitioner.level
     load, used = np.zeros(partitioner.limit.shape), np.zeros(len(partitioner.row))
     part = np.zeros(len(level.band), dtype=np.int32)
@@ -48,7 +48,7 @@ def longest_first(partitioner: Partitioner) -> NDArray[np.int32]:
 
 
 def edge_nets(problem: Problem, link: tuple[float, float]) -> Nets:
-    """One net for every edge of the group graph, worth its seconds on a link of that latency and those seconds per byte."""
+    """Makes a net of every edge of the group graph, worth its seconds on a link of that latency and seconds per byte."""
     graph = group_graph(problem)
     seconds, zero = graph.edge_s(*link), np.zeros(len(graph.source))
     return Nets(graph.source, np.arange(len(zero) + 1, dtype=np.int64), graph.target, zero, zero.copy(), seconds)

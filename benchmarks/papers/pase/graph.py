@@ -251,7 +251,7 @@ def in_pieces(sizes: tuple[int, ...], row: Configuration) -> bool:
 
 
 class CostTables(NamedTuple):
-    """What the search reads: configurations of every layer, their costs, and those of every edge (source's by target's)."""
+    """The input of the search: configurations of every layer, their costs, and those of every edge (source's by target's)."""
 
     configurations: list[IntArray]
     layer_flop: list[FloatArray]

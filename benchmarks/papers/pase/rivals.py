@@ -1,4 +1,4 @@
-"""What the searched strategy is compared with under the same costs: data parallelism, experts, a Markov chain.
+"""Rivals of the searched strategy under the same costs: data parallelism, experts, a Markov chain.
 
 The experts, as the paper names them, decide the layers that they speak about, and the search fills in the others as well as it
 can, so that no expert loses by a careless choice for a normalisation:
@@ -34,7 +34,7 @@ from rlplace.errors import InputError
 from rlplace.strategy.layouts.cut_moves import eliminate
 
 RESTART_PROPOSALS = 1000
-"""After so many proposals, or a hundredth of the budget where that is less, the chain goes back to the best strategy."""
+"""After so many proposals, or a hundredth of the budget where that is less, the chain returns to the best strategy."""
 
 
 def data_parallel(graph: LayerGraph, devices: int, *, machine: Machine | None = None) -> Strategy:
@@ -121,7 +121,7 @@ def mcmc(
     """Finds the best strategy that FlexFlow's Markov chain meets.
 
     A random layer gets a random legal configuration. A better strategy is always taken, a worse one with probability
-    ``exp(-alpha (new - current))``; the chain goes back to the best strategy now and then, and stops after its budget of
+    ``exp(-alpha (new - current))``; the chain returns to the best strategy now and then, and stops after its budget of
     proposals or when half of it brought nothing new.
 
     Paper: Jia, Zaharia, Aiken, "Beyond data and model parallelism for deep neural networks", MLSys 2019. Acceptance, restarts

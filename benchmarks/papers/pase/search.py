@@ -14,7 +14,7 @@ MAX_BYTES = 8 << 30
 
 
 class Statistics(NamedTuple):
-    """What a search takes: most configurations of a layer (K), most neighbours of a layer when it goes (M), largest sum."""
+    """The size of a search: most configurations of a layer (K), most neighbours of a layer when it goes (M), largest sum."""
 
     configurations: int
     neighbours: int

@@ -1,4 +1,4 @@
-"""What people do to autograd, and what a forward keeps for the next one."""
+"""Models that change autograd, or whose forward keeps something for the next one."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def balanced_experts(batch: int = 8) -> Made:
 
 
 class _Depth(nn.Module):
-    """As many blocks as the data ask for."""
+    """Blocks, as many as the data ask for."""
 
     def __init__(self) -> None:
         super().__init__()

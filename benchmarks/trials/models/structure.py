@@ -1,4 +1,4 @@
-"""How modules, inputs and outputs are put together."""
+"""Unusual structures of modules, inputs and outputs."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from rlplace.cli.options import Options, argument, natural, option, seconds
 from rlplace.cli.output import print_json, say
 from rlplace.cli.plans import placement_of, strategy_of
 from rlplace.errors import InputError
-from rlplace.explanation.report.defaults import DEFAULT_PLANNERS
+from rlplace.explanation.report import DEFAULT_PLANNERS
 from rlplace.text import ms
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def run(options: ReportOptions) -> int:
 def _strategy(plan: PlacementPlan, options: ReportOptions) -> ReportData:
     """Returns the report of a whole strategy."""
     from rlplace.explanation.report.report import render
-    from rlplace.explanation.timeline.page import strategy_page
+    from rlplace.explanation.timeline import strategy_page
     from rlplace.files import write_text
 
     if options.problem:

@@ -7,8 +7,8 @@ import pytest
 
 from rlplace.cluster.links import Links
 from rlplace.explanation.report.lanes import COLLECTIVE, COLORS, DEVICE, LINK, empty_image, lanes_of, pack, paint, rgb
-from rlplace.explanation.report.memory_curve import MemoryCurve, memory_curves
-from rlplace.explanation.report.modules import MAX_CHILDREN, OWN, group_edges, module_tree
+from rlplace.explanation.report.modules import MAX_CHILDREN, OWN, forward_order, group_edges, module_tree
+from rlplace.explanation.report.step_timeline import MemoryCurve, memory_curves
 from rlplace.plan.plan import make_plan
 from rlplace.problem import BACKWARD, UPDATE
 from rlplace.problem.build import TensorSpec, build_problem
@@ -126,7 +126,7 @@ def paths(tree):
 def test_tree_by_names():
     names = ["emb.tok", "net.h.0.attn", "net.h.0.mlp", "net.h.1.attn", "net.h.1.mlp", "net.h.1.mlp#2", "head"]
     problem, plan = chain(names)
-    tree = module_tree(problem, plan)
+    tree = module_tree(problem, plan, forward_order(problem))
     assert paths(tree) == [
         "emb.tok", "net.h/h.0/attn", "net.h/h.0/mlp", "net.h/h.1/attn", "net.h/h.1/mlp/mlp", "net.h/h.1/mlp/mlp#2", "head",
     ]  # fmt: skip
@@ -137,13 +137,13 @@ def test_tree_by_names():
 
 def test_modules_of_the_plan_come_first():
     problem, plan = chain(["a", "b", "c"], [["m.x"], ["m.y"], ["m.x", "m.y"]])
-    tree = module_tree(problem, plan)
+    tree = module_tree(problem, plan, forward_order(problem))
     assert paths(tree) == ["m/x", "m/y", "m/mm + 1"]
 
 
 def test_many_own_groups_of_a_module_are_kept_together():
     problem, plan = chain([f"net.act#{i}" for i in range(5)] + ["net.act.inner"])
-    tree = module_tree(problem, plan)
+    tree = module_tree(problem, plan, forward_order(problem))
     assert [tree.label[node] for node in tree.own] == [OWN]
     assert paths(tree)[0] == f"net.act/{OWN}/act#0" and paths(tree)[5] == "net.act/inner"
 
@@ -151,7 +151,7 @@ def test_many_own_groups_of_a_module_are_kept_together():
 @pytest.mark.parametrize("groups", [1, MAX_CHILDREN, MAX_CHILDREN + 1, 5000])
 def test_no_level_is_too_wide(groups):
     problem = random_problem(0, num_groups=groups, num_devices=2, shape="chain")
-    tree = module_tree(problem, make_plan(problem, [0] * groups, planner="hand"))
+    tree = module_tree(problem, make_plan(problem, [0] * groups, planner="hand"), forward_order(problem))
     children = np.bincount(np.array(tree.parent[1:]), minlength=1)
     assert children.max() <= MAX_CHILDREN
     assert len(set(tree.node_of_group)) == groups

@@ -15,13 +15,11 @@ import rlplace
 import rlplace.text
 from rlplace.cost.timings import PlaceTiming, PlanTiming
 from rlplace.errors import InputError
-from rlplace.explanation.report.data import MAX_LINKS, front_coded, report_data
-from rlplace.explanation.report.report import json_text, render
-from rlplace.explanation.report.tables import PlannerRow, planner_rows
+from rlplace.explanation.report.data import MAX_LINKS, PlannerRow, front_coded, report_data
+from rlplace.explanation.report.report import json_text, planner_rows, render
 from rlplace.plan.plan import make_plan
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
-from rlplace.simulator import simulate
 
 HOSTILE = '</script><img src=x onerror="alert(1)">&amp;\'\u2028\U0001f600\ud800{{script}}'
 
@@ -186,22 +184,24 @@ def test_only_the_busiest_links_are_in_the_page():
 def test_planners_table_is_sorted_and_marks_this_plan():
     problem = random_problem(3, num_groups=16, num_devices=2, memory_factor=2.0)
     plan = make_plan(problem, [0] * 8 + [1] * 8, planner="hand")
-    rows = planner_rows(problem, plan, simulate(problem, plan), ["round_robin", "heft", "round_robin"])
+    rows = planner_rows(problem, plan, report_data(problem, plan).timeline, ["round_robin", "heft", "round_robin"])
     assert sorted(row.planner for row in rows) == ["hand", "heft", "round_robin"]
     assert [row.planner for row in rows if row.this] == ["hand"]
     rates = [row.samples_per_s for row in rows if row.feasible]
     assert rates == sorted(rates, reverse=True)
-    assert planner_rows(problem, plan, simulate(problem, plan), []) == ()
+    assert planner_rows(problem, plan, report_data(problem, plan).timeline, []) == ()
     with pytest.raises(InputError, match="unknown planner 'hefd'; did you mean 'heft'"):
-        planner_rows(problem, plan, simulate(problem, plan), ["hefd"])
+        planner_rows(problem, plan, report_data(problem, plan).timeline, ["hefd"])
     with pytest.raises(InputError, match="another kind of problem"):
-        planner_rows(problem, plan, simulate(problem, plan), ["bipartition"])
+        planner_rows(problem, plan, report_data(problem, plan).timeline, ["bipartition"])
 
 
 def test_planners_that_find_no_plan_say_so():
     problem = random_problem(3, num_groups=16, num_devices=2, memory_factor=0.3)
     plan = make_plan(problem, [0] * 16, planner="hand")
-    row = next(row for row in planner_rows(problem, plan, simulate(problem, plan), ["single"]) if row.planner == "single")
+    (row,) = (row for row in planner_rows(problem, plan, report_data(problem, plan).timeline, ["single"]) if not row.this)
+        row for row in planner_rows(problem, plan, report_data(problem, plan).timeline, ["single"]) if row.planner == "single"
+    )
     assert row.step_time_s is None and not row.feasible and row.note.startswith("no plan: ")
 
 
@@ -279,8 +279,8 @@ def test_the_title_names_model_cluster_and_step(piped):
     assert (
         f"<title>hf:gpt2 on a100-80g:4, {step} a step</title>" in text and f"<h1>hf:gpt2 on a100-80g:4, {step} a step " in text
     )
-    devices = tuple(dataclasses.replace(device, kind="l4") for device in piped.problem.devices)
-    plain = render(dataclasses.replace(piped, problem=dataclasses.replace(piped.problem, devices=devices, name="mine")))
+    devices = tuple(dataclasses.replace(device, kind="l4") for device in piped.timeline.devices)
+    plain = render(dataclasses.replace(piped, timeline=dataclasses.replace(piped.timeline, devices=devices, name="mine")))
     assert f"<title>mine on l4:4, {step} a step</title>" in plain
 
 

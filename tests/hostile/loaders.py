@@ -159,7 +159,7 @@ def _strategy(path: Path, seeds: Path) -> None:
     from rlplace.cli.plan_tables import show_strategy
     from rlplace.errors import InputError
     from rlplace.explanation.report.report import render
-    from rlplace.explanation.timeline.page import strategy_page
+    from rlplace.explanation.timeline import strategy_page
     from rlplace.plan import PlacementPlan
     from rlplace.planned import Planned
 

@@ -1,4 +1,4 @@
-"""`ReportData`: the content of a report on a problem and a plan, and its compact form inside the page."""
+"""`ReportData`: the content of a report on a plan, and its compact form inside the page."""
 
 from __future__ import annotations
 
@@ -22,17 +22,14 @@ from rlplace.explanation.report.lanes import (
     PHASE_COLORS,
     TRANSFER_COLOR,
     Lanes,
-    lanes_of,
 )
-from rlplace.explanation.report.memory_curve import MemoryCurve, memory_curves
-from rlplace.explanation.report.modules import GroupEdges, ModuleTree, group_edges, module_tree
-from rlplace.explanation.report.tables import PlannerRow
+from rlplace.explanation.report.modules import GroupEdges, ReportTree, forward_order, group_edges, module_tree
+from rlplace.explanation.report.step_timeline import MemoryCurve, StepTimeline, placement_timeline
 from rlplace.plan import PlacementPlan
 from rlplace.problem import PHASES, Problem
-from rlplace.simulator import EXECUTOR, Timeline, simulate
+from rlplace.simulator import EXECUTOR, simulate
 from rlplace.simulator.path import PathPart, path_parts, realised_path
 from rlplace.simulator.simulated_plan import SimulatedPlan
-from rlplace.simulator.timeline import resident_by_device
 
 _TICKS = 1e8
 """A step has between a tenth of this and this many ticks: more than any screen shows at any zoom that is offered."""
@@ -65,44 +62,71 @@ CURVE_POINTS = 6000
 """Of the memory of one device in the page."""
 
 
-@dataclass(frozen=True, eq=False)
-class ReportData:
-    """A plan, simulated and laid out.
+@dataclass(frozen=True)
+class PlannerRow:
+    """A planner's plan for the report's problem.
 
     Attributes:
-        problem: The problem of the plan. Axes: D devices, G groups.
+        planner: Name of the planner.
+        this: Whether it is the plan of the report.
+        step_time_s: Simulated step time; None without a plan.
+        samples_per_s: Simulated samples per second; None without a plan.
+        feasible: Whether the plan fits.
+        memory_share: Largest share of a device's memory; None where no device has a limit.
+        devices_used: Devices with a group; 0 without a plan.
+        seconds: Time of planning; None for the plan of the report.
+        note: Reason why there is no plan, or a remark.
+    """
+
+    planner: str
+    this: bool
+    step_time_s: float | None
+    samples_per_s: float | None
+    feasible: bool
+    memory_share: float | None
+    devices_used: int
+    seconds: float | None
+    note: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class ReportData:
+    """A plan with its timeline, and what stands beside it on the page.
+
+    Attributes:
         plan: The plan.
-        timeline: Its timeline.
-        lanes: Boxes of the timeline.
-        memory: D curves of memory in use.
-        resident_bytes: int64 [D], bytes in use all the time.
-        modules: The tree of the groups of `problem`.
-        edges: Edges between groups of `problem`.
-        device_of_group: int32 [G], device of each group in the first replica.
+        timeline: Its simulated step.
+        modules: The tree of the groups.
+        edges: Edges between groups.
         executor: Name of the executor that simulated it.
         planners: Rows of the table of planners, may be empty.
         measured: Plans that ran, with predicted times, may be empty; this plan is known by its fingerprint.
         path: The critical path by cause and place, longest first; empty when the step does not complete.
     """
 
-    problem: Problem
     plan: PlacementPlan
-    timeline: Timeline
-    lanes: Lanes
-    memory: tuple[MemoryCurve, ...]
-    resident_bytes: NDArray[np.int64]
-    modules: ModuleTree
+    timeline: StepTimeline
+    modules: ReportTree
     edges: GroupEdges
-    device_of_group: NDArray[np.int32]
     executor: str = EXECUTOR
     planners: tuple[PlannerRow, ...] = ()
     measured: tuple[PlanTiming, ...] = ()
     path: tuple[PathPart, ...] = ()
 
+    @property
+    def lanes(self) -> Lanes:
+        """The boxes of the timeline."""
+        return self.timeline.lanes
+
+    @property
+    def memory(self) -> tuple[MemoryCurve, ...]:
+        """The curves of memory in use, by device."""
+        return self.timeline.memory
+
     @cached_property
     def groups_on_device(self) -> NDArray[np.int64]:
         """int64 [D], groups of the first replica, or the blocks that each device holds under a strategy."""
-        count = np.bincount(self.device_of_group, minlength=self.problem.num_devices)
+        count = np.bincount(self.timeline.device_of_group, minlength=len(self.timeline.devices))
         if self.plan.strategy is not None:
             count[:] = 0
             for stage in self.plan.strategy.stages:
@@ -120,68 +144,43 @@ class ReportData:
         links, also where only the busiest are rows.
         """
         unit = max(1, int(max(curve.peak_bytes for curve in self.memory)) // 100_000)
-        step = self.timeline.step_time_s
+        line = self.timeline
+        step = line.step_time_s
         tick = ticks_of(step or 0.0)
         return {
             "format": FORMAT,
             "version": VERSION,
-            "name": self.problem.name,
+            "name": line.name,
             "step_s": step,
             "tick_s": tick,
             "memory_unit_bytes": unit,
             "phases": list(PHASES),
             "colors": {"category": COLORS, "phase": PHASE_COLORS, "collective": COLLECTIVE_COLOR, "transfer": TRANSFER_COLOR},
-            "microbatches": self.microbatches,
+            "microbatches": line.microbatches,
             "devices": [
-                {"name": device.name, "memory_bytes": device.memory_bytes, "peak_bytes": int(peak)}
-                for device, peak in zip(self.problem.devices, self.timeline.peak_memory_bytes, strict=True)
+                {"name": device.name, "memory_bytes": device.memory_bytes, "peak_bytes": peak}
+                for device, peak in zip(line.devices, line.peak_memory_bytes.tolist(), strict=True)
             ],
-            "ops": self._ops(),
+            "ops": {**_names(line.op_names), "group": line.op_group.tolist(), "phase": line.op_phase.tolist()},
             "groups": self._groups(),
-            "modules": {"parent": list(self.modules.parent), "label": list(self.modules.label), "own": list(self.modules.own)},
-            "edges": {
-                "source": self.edges.source.tolist(),
-                "target": self.edges.target.tolist(),
-                "forward_bytes": self.edges.forward_bytes.tolist(),
-                "backward_bytes": self.edges.backward_bytes.tolist(),
-            },
+            "modules": {name: list(getattr(self.modules, name)) for name in ("parent", "label", "own")},
+            "edges": {name: column.tolist() for name, column in vars(self.edges).items()},
             **self._boxes(tick),
             "memory": [self._curve(curve, tick, unit) for curve in self.memory],
         }
 
-    @property
-    def microbatches(self) -> int:
-        """Micro-batches of a strategy's step; 1 for a placement."""
-        return 1 + int(self.lanes.microbatch.max(initial=0))
-
-    @cached_property
-    def time_of_group_s(self) -> NDArray[np.float64]:
-        """float64 [G], seconds that each group computes a step, all micro-batches added up."""
-        problem, spent = self.problem, np.zeros(self.problem.num_groups)
-        runs = np.where(problem.op_phase == PHASES.index("update"), 1, self.microbatches)
-        time_s = problem.time_s[np.arange(problem.num_ops), self.device_of_group[problem.op_group]]
-        np.add.at(spent, problem.op_group, np.nan_to_num(time_s) * runs)
-        return spent
-
-    def _ops(self) -> dict[str, Any]:
-        shared, rest = front_coded(self.problem.op_names)
-        group, phase = self.problem.op_group.tolist(), self.problem.op_phase.tolist()
-        return {"shared": shared, "rest": rest, "group": group, "phase": phase}
-
     def _groups(self) -> dict[str, Any]:
-        problem = self.problem
-        shared, rest = front_coded(problem.group_names)
+        line = self.timeline
         return {
-            "shared": shared,
-            "rest": rest,
-            "device": self.device_of_group.tolist(),
+            **_names(line.group_names),
+            "device": line.device_of_group.tolist(),
             "node": list(self.modules.node_of_group),
             "order": self.modules.order.tolist(),
             "block": list(self.modules.block),
             "block_names": list(self.modules.block_names),
-            "time_us": [float(f"{value * 1e6:.4g}") for value in self.time_of_group_s.tolist()],
-            "resident_bytes": problem.resident_bytes.tolist(),
-            "ops": np.bincount(problem.op_group, minlength=problem.num_groups).tolist(),
+            "time_us": [float(f"{value * 1e6:.4g}") for value in line.group_s.tolist()],
+            "resident_bytes": line.group_bytes.tolist(),
+            "ops": np.bincount(line.op_group, minlength=len(line.group_names)).tolist(),
         }
 
     def _boxes(self, tick: float) -> dict[str, Any]:
@@ -196,25 +195,12 @@ class ReportData:
         before = np.concatenate([[0], end[:-1]])
         before[np.flatnonzero(np.diff(row, prepend=-1))] = 0
         counts = np.bincount(row, minlength=len(lanes.rows))
-        boxes = {
-            "gap": (start - before).tolist(),
-            "length": (end - start).tolist(),
-            "op": lanes.op[kept].tolist(),
-        }
-        if self.microbatches > 1:
+        boxes = {"gap": (start - before).tolist(), "length": (end - start).tolist(), "op": lanes.op[kept].tolist()}
+        if self.timeline.microbatches > 1:
             boxes["microbatch"] = lanes.microbatch[kept].tolist()
         transfer = np.array([r.kind == LINK for r in lanes.rows])[row]
         return {
-            "rows": [
-                {
-                    "name": lanes.rows[i].name,
-                    "kind": lanes.rows[i].kind,
-                    "device": lanes.rows[i].device,
-                    "to": lanes.rows[i].to,
-                    "boxes": int(counts[i]),
-                }
-                for i in shown
-            ],
+            "rows": [{**vars(lanes.rows[i]), "boxes": int(counts[i])} for i in shown],
             "links": sum(r.kind in (LINK, COLLECTIVE) for r in lanes.rows),
             "boxes": boxes,
             "transfers": {
@@ -231,6 +217,11 @@ class ReportData:
         return {"time": np.diff(time, prepend=0).tolist(), "size": np.diff(size, prepend=0).tolist()}
 
 
+def _names(names: Sequence[str]) -> dict[str, Any]:
+    shared, rest = front_coded(names)
+    return {"shared": shared, "rest": rest}
+
+
 def report_data(
     problem: Problem,
     plan: PlacementPlan,
@@ -238,12 +229,12 @@ def report_data(
     planners: Sequence[PlannerRow] = (),
     measured: Sequence[PlanTiming] = (),
 ) -> ReportData:
-    """Simulates a plan and lays out the report.
+    """Simulates a placement and lays out the report.
 
     Args:
         problem: The priced problem.
         plan: A plan for it; an infeasible one has a report too, which states the reasons.
-        planners: Rows of `rlplace.explanation.report.tables.planner_rows`.
+        planners: Rows of `rlplace.explanation.report.report.planner_rows`.
         measured: Plans that ran.
 
     Raises:
@@ -253,18 +244,12 @@ def report_data(
         raise InputError(
             f"report: the step has {problem.num_ops} ops, a page holds {MAX_OPS}; rlplace simulate --trace writes them all"
         )
-    timeline = simulate(problem, plan)
-    run = SimulatedPlan(problem, plan, timeline)
+    run = SimulatedPlan(problem, plan, simulate(problem, plan))
     return ReportData(
-        problem=problem,
         plan=plan,
-        timeline=timeline,
-        lanes=lanes_of(problem, timeline),
-        memory=tuple(memory_curves(problem, plan, timeline)),
-        resident_bytes=resident_by_device(problem, plan.device_of_group),
-        modules=module_tree(problem, plan),
+        timeline=placement_timeline(run),
+        modules=module_tree(problem, plan, forward_order(problem)),
         edges=group_edges(problem),
-        device_of_group=plan.device_of_group,
         planners=tuple(planners),
         measured=tuple(measured),
         path=path_parts(run, realised_path(run)),

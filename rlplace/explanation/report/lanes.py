@@ -177,7 +177,7 @@ def _collective_boxes(problem: Problem, timeline: Timeline, rows: list[LaneRow])
 
 
 def among(names: list[str]) -> str:
-    """Some devices by name."""
+    """Names some devices."""
     return ", ".join(names) if len(names) <= 4 else f"{names[0]} to {names[-1]} ({len(names)})"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ _FEWEST_BLOCKS = 6
 
 
 @dataclass(frozen=True, eq=False)
-class ModuleTree:
+class ReportTree:
     """Modules and groups. Axes: V nodes, G groups.
 
     Attributes:
@@ -62,14 +63,42 @@ class GroupEdges:
     backward_bytes: NDArray[np.int64]
 
 
-def module_tree(problem: Problem, plan: PlacementPlan) -> ModuleTree:
-    """Returns the tree of a problem's groups, by the module paths that the plan or the problem knows, else by the groups'
-    names.
+def module_tree(problem: Problem, plan: PlacementPlan, order: NDArray[np.int64]) -> ReportTree:
+    """Returns the tree of a problem's groups, by the module paths of the plan or the problem, else by the groups' names.
+
+    Args:
+        problem: The problem.
+        plan: A plan for it.
+        order: int64 [G], see `forward_order`.
     """
-    paths, leaves = _paths(problem, plan)
+    count = problem.num_groups
+    if plan.groups is not None and len(plan.groups) == count:
+        modules = [tuple(group.get("modules", ())) for group in plan.groups]
+        ops = [tuple(group.get("ops", ())) for group in plan.groups]
+    else:
+        modules, ops = (list(known or ((),) * count) for known in (problem.group_modules, problem.group_ops))
+    return tree_of(problem.name, problem.group_names, order, modules, ops)
+
+
+def tree_of(
+    name: str,
+    groups: Sequence[str],
+    order: NDArray[np.int64],
+    modules: Sequence[Sequence[str]],
+    ops: Sequence[Sequence[str]],
+) -> ReportTree:
+    """Returns the tree of groups.
+
+    Args:
+        name: Label of the root.
+        groups: G names.
+        order: int64 [G], position of each group in the forward pass.
+        modules: G lists of modules; where one is empty, the group's name is its path.
+        ops: G lists of ops.
+    """
+    paths, leaves = _paths(groups, modules, ops)
     children: dict[tuple[str, ...], dict[str, None]] = {(): {}}
     members: dict[tuple[str, ...], list[int]] = {}
-    order = forward_order(problem)
     first: dict[tuple[str, ...], int] = {}  # position of a module's first group in the forward pass
     for group, path in enumerate(paths):
         for depth in range(len(path)):
@@ -78,12 +107,12 @@ def module_tree(problem: Problem, plan: PlacementPlan) -> ModuleTree:
             first[path[: depth + 1]] = min(first.get(path[: depth + 1], 1 << 62), int(order[group]))
         members.setdefault(path, []).append(group)
     build = _Build(order)
-    stack: list[tuple[tuple[str, ...], int, str]] = [((), -1, problem.name)]
+    stack: list[tuple[tuple[str, ...], int, str]] = [((), -1, name)]
     while stack:
         path, parent, label = stack.pop()
         while len(children[path]) == 1 and path not in members and path:  # a module that only wraps another one
-            name = next(iter(children[path]))
-            path, label = (*path, name), f"{label}.{name}"
+            (inside,) = children[path]
+            path, label = (*path, inside), f"{label}.{inside}"
         own, inner = members.get(path, []), children[path]
         if len(own) == 1 and not inner and parent >= 0:
             build.leaf(own[0], parent, label)
@@ -140,7 +169,7 @@ class _Build:
             ranges += self.ranges(under, part)
         return ranges
 
-    def tree(self, paths: Sequence[tuple[str, ...]]) -> ModuleTree:
+    def tree(self, paths: Sequence[tuple[str, ...]]) -> ReportTree:
         depth = next((d for d in range(1, 32) if len({path[:d] for path in paths}) >= _FEWEST_BLOCKS), 32)
         if all(not path for path in paths):  # no modules are known: stretches of the model
             count = min(8, max(1, len(paths)))
@@ -154,7 +183,7 @@ class _Build:
             block = tuple(number[path[:depth]] for path in paths)
             names = tuple(".".join(path) or "several modules" for path in number)
         nodes = (tuple(self.parent), tuple(self.label), tuple(self.node_of_group))
-        return ModuleTree(*nodes, block, names, tuple(self.own), self.order)
+        return ReportTree(*nodes, block, names, tuple(self.own), self.order)
 
 
 def forward_order(problem: Problem) -> NDArray[np.int64]:
@@ -167,26 +196,22 @@ def forward_order(problem: Problem) -> NDArray[np.int64]:
     return order
 
 
-def _paths(problem: Problem, plan: PlacementPlan) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Returns per group its module path and its own label; the path is empty where nothing is known."""
-    known = plan.groups if plan.groups is not None and len(plan.groups) == problem.num_groups else None
+def _paths(
+    groups: Sequence[str], modules: Sequence[Sequence[str]], ops: Sequence[Sequence[str]]
+) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Returns per group the path that its modules have in common, empty where nothing is known, and its own label."""
     paths, labels = [], []
-    for group, name in enumerate(problem.group_names):
-        modules = tuple(known[group].get("modules", ())) if known is not None else (problem.group_modules or {group: ()})[group]
-        ops = tuple(known[group].get("ops", ())) if known is not None else (problem.group_ops or {group: ()})[group]
-        if modules:
-            split = [tuple(part for part in str(module).split(".") if part) for module in modules]
-            path = split[0]
-            for other in split[1:]:
-                same = (i for i, (a, b) in enumerate(zip(path, other, strict=False)) if a != b)
-                path = path[: next(same, min(len(path), len(other)))]
+    for name, own, inside in zip(groups, modules, ops, strict=True):
+        if own:
+            split = [[part for part in str(module).split(".") if part] for module in own]
+            path = tuple(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*split, strict=False)))
         else:
             whole = tuple(part for part in _NUMBER.sub("", name).split(".") if part)
             path = whole if len(whole) > 1 else ()
         label = name.rpartition(".")[2] if path else name
-        if ops and path:
-            first = str(ops[0]).rpartition("/")[2] or name
-            label = first if len(ops) == 1 else f"{first} + {len(ops) - 1}"
+        if inside and path:
+            first = str(inside[0]).rpartition("/")[2] or name
+            label = first if len(inside) == 1 else f"{first} + {len(inside) - 1}"
         paths.append(path)
         labels.append(label)
     return paths, labels

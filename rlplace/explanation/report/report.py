@@ -12,16 +12,21 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from rlplace.cluster.links import Device, fullest_share
 from rlplace.cost.timings import PlanTiming, PlanTimings
-from rlplace.errors import InputError, show
-from rlplace.explanation.report import sections
-from rlplace.explanation.report.data import ReportData, report_data
-from rlplace.explanation.report.defaults import DEFAULT_PLANNERS
-from rlplace.explanation.report.tables import planner_rows
+from rlplace.errors import InputError, RlplaceError, show
+from rlplace.explanation.report import DEFAULT_PLANNERS, sections
+from rlplace.explanation.report.data import PlannerRow, ReportData, report_data
+from rlplace.explanation.report.step_timeline import StepTimeline
 from rlplace.files import check_output, write_text
+from rlplace.placement import NEEDS_SPLIT, get_planner
+from rlplace.placement.ask import MISSING, attempt
 from rlplace.plan import PlacementPlan
 from rlplace.plan.words import escape
 from rlplace.problem import Problem
+from rlplace.simulator import Timeline, simulate
 
 
 def report(
@@ -73,6 +78,71 @@ def check_arguments(problem: Any, plan: Any, planners: Any) -> None:
         raise InputError(f"report: planners must be a list of names such as ['heft', 'best'], found {show(planners)}")
 
 
+def planner_rows(
+    problem: Problem,
+    plan: PlacementPlan,
+    timeline: StepTimeline,
+    names: Sequence[str] = DEFAULT_PLANNERS,
+    *,
+    seed: int = 0,
+    time_limit_s: float | None = 2.0,
+    report: Callable[[str], None] | None = None,
+) -> tuple[PlannerRow, ...]:
+    """Returns the plan of the report and those of other planners, quickest first, those that do not fit last.
+
+    Every planner plans steps with the plan's number of samples.
+
+    Args:
+        problem: The priced problem.
+        plan: The plan of the report.
+        timeline: Timeline of that plan.
+        names: Names of planners; none: no table.
+        seed: Seed of all planners.
+        time_limit_s: Time limit of each planner in seconds.
+        report: Called with the name of each planner that begins.
+
+    Raises:
+        InputError: Unknown planner, or one that plans another kind of problem.
+    """
+    for name in names:
+        get_planner(name)
+        if name in NEEDS_SPLIT:
+            raise InputError(f"planner {name} plans another kind of problem, so its step times do not compare; leave it out")
+    if not names:
+        return ()
+    rows = [_row(plan.planner, plan, timeline, timeline.devices, None)]
+    for name in dict.fromkeys(names):
+        if report is not None:
+            report(name)
+        run = attempt(get_planner(name), problem, seed=seed, catch=(RlplaceError,), time_limit_s=time_limit_s)
+        if isinstance(run.error, InputError):
+            raise run.error
+        if run.answer is None:
+            note = f"{'cannot run' if run.status == MISSING else 'no plan'}: {run.reason}"
+            rows.append(PlannerRow(name, False, None, None, False, None, 0, None, note))
+        else:
+            rows.append(_row(name, run.answer, simulate(problem, run.answer), problem.devices, run.seconds))
+    return tuple(sorted(rows, key=lambda row: (not row.feasible, row.samples_per_s is None, -(row.samples_per_s or 0.0))))
+
+
+def _row(
+    name: str, plan: PlacementPlan, line: Timeline | StepTimeline, devices: Sequence[Device], seconds: float | None
+) -> PlannerRow:
+    """Returns the row of a planner; `seconds` is None for the plan of the report."""
+    step = line.step_time_s
+    return PlannerRow(
+        planner=name,
+        this=seconds is None,
+        step_time_s=step,
+        samples_per_s=line.samples / step if step else None,
+        feasible=line.feasible,
+        memory_share=fullest_share(line.peak_memory_bytes.tolist(), devices),
+        devices_used=len(np.unique(plan.device_of_group)),
+        seconds=seconds,
+        note="" if line.feasible else line.violations[0],
+    )
+
+
 SCRIPTS = ("base.js", "timeline.js", "memory.js", "tree.js", "graph.js", "main.js")
 _SECTIONS = {
     "timeline": "Timeline", "path": "Critical path", "devices": "Devices", "graph": "Graph", "planners": "Planners",
@@ -110,7 +180,7 @@ def render(data: ReportData) -> str:
 
 
 def json_text(data: Any) -> str:
-    """JSON that is safe inside a script element: no tag can begin or end in it, whatever the names are."""
+    """Returns JSON that is safe inside a script element: no tag can begin or end in it, whatever the names are."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

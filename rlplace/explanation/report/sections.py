@@ -28,21 +28,20 @@ _CAUSES = {
 
 
 def page_title(data: ReportData) -> str:
-    """Model, cluster and step time; the kinds of devices where nobody names a cluster."""
-    plan, problem = data.plan, data.problem
+    """Returns model, cluster and step time; the kinds of devices where the plan names no cluster."""
+    plan, line = data.plan, data.timeline
     if not isinstance((plan.source or {}).get("cluster"), str):
-        kinds = Counter(device.kind or "device" for device in problem.devices)
+        kinds = Counter(device.kind or "device" for device in line.devices)
         text = "+".join(f"{kind}:{count}" for kind, count in kinds.items())
         plan = dataclasses.replace(plan, source={**(plan.source or {}), "cluster": text})
-    return title(plan, data.timeline.step_time_s, problem.name)
+    return title(plan, line.step_time_s, line.name)
 
 
 def summary(data: ReportData) -> str:
-    """Title, verdict and key figures."""
-    line, plan, problem = data.timeline, data.plan, data.problem
-    step = line.step_time_s
-    used = int(np.count_nonzero(data.groups_on_device)) if plan.strategy else len(np.unique(line.device_of_op))
-    fullest = fullest_share(line.peak_memory_bytes.tolist(), problem.devices)
+    """Returns title, verdict and key figures."""
+    line, plan = data.timeline, data.plan
+    step, used = line.step_time_s, line.devices_used
+    fullest = fullest_share(line.peak_memory_bytes.tolist(), line.devices)
     words = [f"Plan of {plan.planner}", f"{_samples(line.samples)} a step"]
     words.append("groups one by one" if plan.strategy is None else uniform_words(plan.strategy))
     if plan.order is not None:
@@ -56,18 +55,18 @@ def summary(data: ReportData) -> str:
         reasons = "".join(f"<li>{escape(reason)}</li>" for reason in shown)
         parts.append(f'<div class="notice bad"><p>This plan cannot run as it is:</p><ul>{reasons}</ul></div>')
     busy = float(line.busy_s.sum())
-    crossing = problem.tensor_bytes[line.transfer_tensor]  # collectives left out
     filled = "no limits" if fullest is None else f"up to {percent(fullest)} of a device"
     figures = [
         ("Step time", seconds_text(step), ""),
         ("Throughput", "-" if not step else f"{line.samples / step:,.1f}", "" if not step else "samples/s"),
-        ("Devices used", str(used), f"of {problem.num_devices}"),
+        ("Devices used", str(used), f"of {len(line.devices)}"),
         ("Computing", "-" if not step else percent(busy / (step * max(1, used))), "of those devices' time"),
         ("Largest peak", bytes_text(int(line.peak_memory_bytes.max(initial=0))), filled),
     ]
-    if len(line.transfer_tensor):
+    if len(line.sent_bytes):  # collectives left out
         between = "stages" if plan.strategy is not None else "devices"  # collectives move most of what a strategy moves
-        figures.append((f"Between {between}", bytes_text(int(crossing.sum())), f"in {len(line.transfer_tensor):,} transfers"))
+        sent = bytes_text(int(line.sent_bytes.sum()))
+        figures.append((f"Between {between}", sent, f"in {len(line.sent_bytes):,} transfers"))
     calls = np.isin(data.lanes.row, [i for i, row in enumerate(data.lanes.rows) if row.kind == COLLECTIVE])
     if calls.any():
         span_s = float((data.lanes.end_s[calls] - data.lanes.start_s[calls]).sum())
@@ -82,7 +81,7 @@ _DOING = {
 
 
 def _bound(parts: Mapping[str, float]) -> str:
-    """What bounds the step of a strategy: where the time of its busiest place goes; nothing where that is not known."""
+    """Returns the parts of the busiest place's time under a strategy; nothing where they are not known."""
     total_s, ordered = sum(parts.values()), sorted(parts.items(), key=lambda item: -item[1])
     shares = [(_DOING.get(name, name), seconds / total_s) for name, seconds in ordered if seconds > 0.001 * total_s]
     return f"Bounded by {shares[0][0]}: {', '.join(f'{percent(s)} {name}' for name, s in shares)}." if shares else ""
@@ -92,7 +91,7 @@ def devices(data: ReportData) -> str:
     """Returns one row a device."""
     line, step = data.timeline, data.timeline.step_time_s
     rows = []
-    for index, device in enumerate(data.problem.devices):
+    for index, device in enumerate(line.devices):
         peak, limit = int(line.peak_memory_bytes[index]), device.memory_bytes
         share = None if not limit else peak / limit
         cells = {
@@ -102,7 +101,7 @@ def devices(data: ReportData) -> str:
             "Busy": _cell(seconds_text(float(line.busy_s[index])) if step else "-"),
             "Share of the step": _share(float(line.busy_s[index]) / step) if step else _cell("-"),
             "Idle before, within, after": _cell(_idle(data, index)),
-            "Resident": _cell(bytes_text(int(data.resident_bytes[index]))),
+            "Resident": _cell(bytes_text(int(line.resident_bytes[index]))),
             "Peak": _cell(bytes_text(peak), "" if share is None else _LEVELS[fullness(share)]),
             "Memory": _cell("-" if limit is None else bytes_text(limit)),
             "Peak of memory": _cell("-") if share is None else _share(share, _LEVELS[fullness(share)]),
@@ -115,7 +114,7 @@ def devices(data: ReportData) -> str:
 
 
 def _idle(data: ReportData, device: int) -> str:
-    """Idle time of a device before its first op, between ops and after the last one."""
+    """Returns idle time of a device before its first op, between ops and after the last one."""
     here, step = data.lanes.row == device, data.timeline.step_time_s
     if not step or not here.any():
         return "-"
@@ -149,7 +148,7 @@ def path(data: ReportData) -> str:
 def costliest(data: ReportData) -> str:
     """Returns the module that computes longest, in a sentence."""
     spent: dict[str, float] = {}
-    for name, seconds in zip(data.problem.group_names, data.time_of_group_s.tolist(), strict=True):
+    for name, seconds in zip(data.timeline.group_names, data.timeline.group_s.tolist(), strict=True):
         module = chain.module_of(name)
         spent[module] = spent.get(module, 0.0) + seconds
     most = max(spent, key=lambda name: spent[name])
@@ -186,7 +185,7 @@ def planners(data: ReportData) -> str:
 
 
 def measured(data: ReportData) -> str:
-    """Predicted against measured step times, and the processes of this plan; nothing when there are none."""
+    """Returns predicted against measured step times, and the processes of this plan; nothing when there are none."""
     if not data.measured:
         return ""
     rows = []
@@ -230,12 +229,12 @@ def _places(row: PlanTiming) -> str:
 
 
 def about(data: ReportData, version: str) -> str:
-    """Sources of the numbers."""
-    problem, plan = data.problem, data.plan
-    source = problem.source or plan.source or {}
+    """Returns sources of the numbers."""
+    line, plan = data.timeline, data.plan
+    source = line.source or plan.source or {}
     facts = [
-        ("Problem", f"{problem.num_groups:,} groups, {problem.num_ops:,} ops, {problem.num_tensors:,} tensors"),
-        ("Drawn", f"{len(data.timeline.start_s):,} ops, {len(data.timeline.transfer_tensor):,} transfers"),
+        ("Problem", f"{len(line.group_names):,} groups, {len(line.op_names):,} ops, {line.tensors:,} tensors"),
+        ("Drawn", f"{line.ops_run:,} ops, {len(line.sent_bytes):,} transfers"),
         ("Executor", f"{data.executor}, simulated"),
         ("Planner", f"{plan.planner}, seed {plan.seed}"),
     ]

@@ -1,1 +1,0 @@
-"""Whole strategies of plans evaluated again: what their step takes, and what happens when in it."""

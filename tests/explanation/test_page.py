@@ -199,9 +199,8 @@ def test_planners_table_is_sorted_and_marks_this_plan():
 def test_planners_that_find_no_plan_say_so():
     problem = random_problem(3, num_groups=16, num_devices=2, memory_factor=0.3)
     plan = make_plan(problem, [0] * 16, planner="hand")
-    (row,) = (row for row in planner_rows(problem, plan, report_data(problem, plan).timeline, ["single"]) if not row.this)
-        row for row in planner_rows(problem, plan, report_data(problem, plan).timeline, ["single"]) if row.planner == "single"
-    )
+    rows = planner_rows(problem, plan, report_data(problem, plan).timeline, ["single"])
+    (row,) = (row for row in rows if not row.this)
     assert row.step_time_s is None and not row.feasible and row.note.startswith("no plan: ")
 
 

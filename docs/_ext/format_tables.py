@@ -71,7 +71,7 @@ FORMATS = {
     },
     "timings": {"": timings.PlanTimings, "plans[]": timings.PlanTiming, "plans[].places[]": timings.PlaceTiming},
     "runs": {"run": log.Run, "ended": log.Ended},
-    "batch_curve": {"": efficiency._File},
+    "batch_curve": {"": efficiency._CurveFile},
     "comparison": {
         "settings": comparison.Settings,
         "problems[]": comparison.ProblemInfo,

@@ -34,19 +34,14 @@ _MAX_RESOURCES = 100_000
 _Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
-class _Resources(Record, frozen=True):
+class _Resources(Resource, frozen=True):
     """A ``[[topology.resource]]``: one, or one for each of the devices in `each`.
 
     Attributes:
         name: Unique; ``{device}`` is replaced by the names in `each`.
-        bytes_per_s: Capacity; inf never limits (a non-blocking switch).
-        latency_s: Added to every transfer that crosses it.
         each: ``"*"`` for all devices, or a list of names; None: a single resource.
     """
 
-    name: Text
-    bytes_per_s: Annotated[float, Meta(ge=1e-3, le=1e18)] = math.inf
-    latency_s: _Seconds = 0.0
     each: str | list[str] | None = None
 
 

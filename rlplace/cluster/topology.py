@@ -21,30 +21,31 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from rlplace.cluster.links import Links
+from rlplace.records import Record, Text
 
 _LANE_SLACK = 0.1  # a lane may be this much slower than a lone transfer could be
 MAX_LANES = 64
 
 
-@dataclass(frozen=True)
-class Resource:
+class Resource(Record, frozen=True):
     """One physical resource, in one direction where it is duplex.
 
     Attributes:
-        name: For display, unique.
-        bytes_per_s: Capacity; inf for what never limits, such as a non-blocking switch.
+        name: Unique.
+        bytes_per_s: Capacity; inf never limits (a non-blocking switch).
         latency_s: Added to every transfer that crosses it.
     """
 
-    name: str
-    bytes_per_s: float = math.inf
-    latency_s: float = 0.0
+    name: Text
+    bytes_per_s: Annotated[float, Meta(ge=1e-3, le=1e18)] = math.inf
+    latency_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
 
 
 class TransferPath(NamedTuple):

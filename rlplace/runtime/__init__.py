@@ -1,1 +1,1 @@
-"""Running a plan: in one process over several devices."""
+"""Execution of plans: on the processes of a job, or in one process over several devices."""

@@ -1,1 +1,1 @@
-"""Ranks, values and traces of a forward that all runtimes share."""
+"""Ranks, training steps, micro-batches and faults, which all runtimes share."""

@@ -1,1 +1,1 @@
-"""Plans in the words of other tools: torch scripts, torchtitan job files, device maps, trainers."""
+"""Plans in the formats of other tools: torch scripts, torchtitan job files, device maps; and their trainers."""

@@ -1,1 +1,1 @@
-"""Jobs: training under torchrun and inside other trainers, faults, verifying and timing plans."""
+"""Jobs: training under torchrun, and plans verified and timed on its processes."""

@@ -74,25 +74,11 @@ def trainer_of(build, train, evaluation, folder, **options):
     from transformers import Trainer, TrainingArguments
 
     metrics = options.pop("compute_metrics", None)
-    settings = {
-        "per_device_train_batch_size": 8,
-        "per_device_eval_batch_size": 8,
-        "learning_rate": 5e-3,
-        "weight_decay": 0.1,
-        "logging_steps": 1,
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        **options,
-    }
+    sizes = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
+    settings = {"learning_rate": 5e-3, "weight_decay": 0.1, "logging_steps": 1, "report_to": "none", "use_cpu": True}
     torch.manual_seed(1)
-    return Trainer(
-        build(),
-        TrainingArguments(str(folder), **settings),
-        train_dataset=train,
-        eval_dataset=evaluation,
-        compute_metrics=metrics,
-    )
+    arguments = TrainingArguments(str(folder), disable_tqdm=True, **{**sizes, **settings, **options})
+    return Trainer(build(), arguments, train_dataset=train, eval_dataset=evaluation, compute_metrics=metrics)
 
 
 def plan_for(build, rows, **fields):

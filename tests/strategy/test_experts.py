@@ -17,8 +17,7 @@ from rlplace.strategy.costs import EXPERT_ALL_TO_ALL, Cut
 from rlplace.strategy.drafts import Draft, Mesh, draft_of
 from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.executor.meshes import lanes
-from rlplace.strategy.executor.packing import Packer
-from rlplace.strategy.executor.placed_blocks import placed_blocks
+from rlplace.strategy.executor.packing import Packer, placed_blocks
 from rlplace.strategy.executor.traffic import Traffic
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.space import Space

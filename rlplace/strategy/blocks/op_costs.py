@@ -5,7 +5,7 @@ Axes: N forward and backward ops, T tensors. Updates are those of the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.model.graph.atoms import part_of
-from rlplace.model.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, FORWARD, GRADIENT, UPDATE, OpGraph
+from rlplace.model.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, FORWARD, GRADIENT, UPDATE, OpGraph, Parameter
 from rlplace.model.graph.rescale import rescale
 from rlplace.strategy.blocks.blocks import Blocks
 from rlplace.strategy.blocks.lives import Lives, model_inputs, plain_views, selected
-from rlplace.strategy.costs import NONE, RECOMPUTE, SELECTIVE, BlockCosts, Bytes, Cut, Floats
-from rlplace.strategy.layouts.tensor_layout import TensorLayout, divided, moved_bytes
+from rlplace.strategy.costs import NONE, RECOMPUTE, SELECTIVE, BlockCosts, Bytes, Cut, Floats, HeldCosts, Tie
+from rlplace.strategy.layouts.tensor_layout import TensorLayout, divided, moved_bytes, shares
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,3 +254,29 @@ def representatives(
     first: dict[tuple[int, bytes], int] = {}
     ways = [parts[:, inside & (blocks.of_op == block)].tobytes() for block in range(len(blocks.names))]
     return np.array([first.setdefault((int(classes[b]), way), b) for b, way in enumerate(ways)], dtype=np.int64)
+
+
+def held_costs(graph: OpGraph, blocks: Blocks, layout: TensorLayout | None = None, spread: Collection[int] = ()) -> HeldCosts:
+    """Returns the state of a device; `spread` are the parameters that an expert group spreads."""
+    parts, experts = np.zeros((2, 3, len(blocks.names)), dtype=np.int64)
+    pieces = [1] * len(graph.parameters) if layout is None else layout.parameter_parts.tolist()
+    for number, (parameter, count, holders) in enumerate(zip(graph.parameters, pieces, blocks.of_parameter, strict=True)):
+        own = shares(_state_bytes(parameter), count)[:, None]
+        parts[:, list(holders)] += own
+        if number in spread:
+            experts[:, list(holders)] += own
+    return HeldCosts(parts[0].copy(), parts[1].copy(), parts[2].copy(), experts)
+
+
+def ties_of(graph: OpGraph, blocks: Blocks) -> tuple[Tie, ...]:
+    """Returns shared weights, those of the same blocks as one."""
+    sizes: dict[tuple[int, ...], NDArray[np.int64]] = {}
+    for parameter, holders in zip(graph.parameters, blocks.of_parameter, strict=True):
+        if len(holders) > 1:
+            sizes[holders] = sizes.get(holders, 0) + _state_bytes(parameter)
+    return tuple(Tie(holders, *map(int, total)) for holders, total in sizes.items())
+
+
+def _state_bytes(parameter: Parameter) -> NDArray[np.int64]:
+    """Returns bytes of a parameter, its gradient and its optimizer state."""
+    return np.array([parameter.size_bytes, parameter.gradient_bytes, parameter.optimizer_bytes], dtype=np.int64)

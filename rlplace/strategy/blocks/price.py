@@ -7,7 +7,7 @@ batch size and for any device kind; results are cached by cut.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -24,9 +24,9 @@ from rlplace.cost.scaled import base_name
 from rlplace.cost.table import CostTable, KindCosts
 from rlplace.errors import InputError
 from rlplace.model.capture.weight_gradients import part_times, split_weight_gradients
-from rlplace.model.graph.opgraph import BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph, Parameter, with_causal_attention
+from rlplace.model.graph.opgraph import BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph, with_causal_attention
 from rlplace.model.graph.rescale import affine
-from rlplace.strategy.blocks.blocks import Blocks, find_blocks
+from rlplace.strategy.blocks.blocks import find_blocks
 from rlplace.strategy.blocks.experts import IMBALANCE, context_layout, find_experts, gathered_bytes, why_no_context
 from rlplace.strategy.blocks.lives import Lives, Memory
 from rlplace.strategy.blocks.op_costs import (
@@ -36,9 +36,11 @@ from rlplace.strategy.blocks.op_costs import (
     captured_collectives,
     captured_step,
     halved_bytes,
+    held_costs,
     representatives,
+    ties_of,
 )
-from rlplace.strategy.costs import COLLECTIVE_KINDS, Cut, Floats, HeldCosts, PassCosts, Tie
+from rlplace.strategy.costs import COLLECTIVE_KINDS, Cut, Floats, HeldCosts, PassCosts
 from rlplace.strategy.layouts.tensor_layout import (
     VOCABULARY,
     LayoutSearch,
@@ -124,7 +126,7 @@ class PricedBlocks:
         self._lives, self._experts = Lives(graph, self.blocks), find_experts(graph)
         self._graphs = (graph,) if other is None else (graph, other)
         self.names, self.experts = self.blocks.names, self._experts.most
-        self.ties = _ties(graph, self.blocks)
+        self.ties = ties_of(graph, self.blocks)
         self.classes = self._classes()
 
     def why_not(self, cut: Cut) -> str | None:
@@ -171,7 +173,7 @@ class PricedBlocks:
     def held(self, tensor: int = 1, expert: int = 1) -> HeldCosts:
         """Returns the state that one device holds at these degrees."""
         cut, own = self._whole(tensor, expert), self._experts.counts if expert > 1 else ()
-        return self._once(("held", tensor, expert), lambda: _held(self.graph, self.blocks, self._layout(cut), own))
+        return self._once(("held", tensor, expert), lambda: held_costs(self.graph, self.blocks, self._layout(cut), own))
 
     def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> Floats:
         """Returns float64 [B], seconds of the optimizer step of whole blocks; that of a tied weight counts in every block."""
@@ -366,7 +368,7 @@ class PricedBlocks:
 
     def _classes(self) -> NDArray[np.int64]:
         graph, of_op = self.graph, self.blocks.of_op
-        held, memory = _held(graph, self.blocks, None, ()), self._lives.memory(graph.tensor_bytes, graph.op_temporary_bytes)
+        held, memory = held_costs(graph, self.blocks), self._lives.memory(graph.tensor_bytes, graph.op_temporary_bytes)
         tied = [tuple(index for index, tie in enumerate(self.ties) if b in tie.blocks) for b in range(len(self.names))]
         parts = np.bincount(self._split()[0][1], minlength=graph.num_ops)
         ops: list[list[Hashable]] = [[] for _ in self.names]
@@ -394,29 +396,3 @@ def _most(values: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.i
     most = np.stack([values[..., classes == number].max(axis=-1) for number in range(int(classes.max()) + 1)], axis=-1)
     same: NDArray[np.int64] = most[..., classes]
     return same
-
-
-def _held(graph: OpGraph, blocks: Blocks, layout: TensorLayout | None, spread: Collection[int]) -> HeldCosts:
-    """Returns the state of a device; `spread` are the parameters that an expert group spreads."""
-    parts, experts = np.zeros((2, 3, len(blocks.names)), dtype=np.int64)
-    pieces = [1] * len(graph.parameters) if layout is None else layout.parameter_parts.tolist()
-    for number, (parameter, count, holders) in enumerate(zip(graph.parameters, pieces, blocks.of_parameter, strict=True)):
-        own = shares(_state_bytes(parameter), count)[:, None]
-        parts[:, list(holders)] += own
-        if number in spread:
-            experts[:, list(holders)] += own
-    return HeldCosts(parts[0].copy(), parts[1].copy(), parts[2].copy(), experts)
-
-
-def _ties(graph: OpGraph, blocks: Blocks) -> tuple[Tie, ...]:
-    """Returns shared weights, those of the same blocks as one."""
-    sizes: dict[tuple[int, ...], NDArray[np.int64]] = {}
-    for parameter, holders in zip(graph.parameters, blocks.of_parameter, strict=True):
-        if len(holders) > 1:
-            sizes[holders] = sizes.get(holders, 0) + _state_bytes(parameter)
-    return tuple(Tie(holders, *map(int, total)) for holders, total in sizes.items())
-
-
-def _state_bytes(parameter: Parameter) -> NDArray[np.int64]:
-    """Returns bytes of a parameter, its gradient and its optimizer state."""
-    return np.array([parameter.size_bytes, parameter.gradient_bytes, parameter.optimizer_bytes], dtype=np.int64)

@@ -28,8 +28,7 @@ from rlplace.strategy.costs import kind_numbers
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor import arrays as c
 from rlplace.strategy.executor.meshes import Lane, borders, lanes, stage_actions
-from rlplace.strategy.executor.packing import Packer
-from rlplace.strategy.executor.placed_blocks import PlacedBlock, placed_blocks, received_bytes
+from rlplace.strategy.executor.packing import Packer, PlacedBlock, placed_blocks, received_bytes
 from rlplace.strategy.executor.rules import WHOLE
 from rlplace.strategy.executor.traffic import Traffic, table_s, tie_exchanges
 from rlplace.strategy.op_level.expand_pass import PassBuild

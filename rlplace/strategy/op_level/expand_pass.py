@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.strategy.executor.meshes import copy_groups
-from rlplace.strategy.executor.placed_blocks import PlacedBlock
+from rlplace.strategy.executor.packing import PlacedBlock
 from rlplace.strategy.executor.rules import BUCKET, EACH_BACKWARD, EACH_PASS, FIRST_BUCKET, ONCE, SLOWDOWN, at_once_s, wider
 from rlplace.strategy.executor.traffic import table_s
 from rlplace.strategy.op_level.step_build import GATHER, DeviceRun, Exchange

@@ -18,7 +18,7 @@ from rlplace.strategy.blocks.op_costs import OpCosts
 from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor.evaluate import DraftEvaluator, StepEvaluation
-from rlplace.strategy.executor.placed_blocks import held_bytes, placed_blocks, received_bytes
+from rlplace.strategy.executor.packing import held_bytes, placed_blocks, received_bytes
 from rlplace.strategy.executor.traffic import Traffic
 from rlplace.strategy.op_level.expand import ExpandedDraft, Expansion, tasks_of
 from rlplace.strategy.op_level.step_build import GATHER

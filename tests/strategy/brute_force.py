@@ -22,15 +22,9 @@ from rlplace.strategy.search.tries import SearchProblem
 from tests.strategy.random_costs import random_costs
 
 CLUSTERS = (
-    "a100-80g:2",
-    "a100-80g:3",
-    "a100-80g:4",
-    "rtx4090:4",
-    "h100:2x2,ib=400g",
-    "a100-80g:1+t4:1",
-    "a100-80g:2+t4:2",
+    "a100-80g:2", "a100-80g:3", "a100-80g:4", "rtx4090:4", "h100:2x2,ib=400g", "a100-80g:1+t4:1", "a100-80g:2+t4:2",
     "v100:2+t4:1",
-)
+)  # fmt: skip
 DEGREES = (1, 2, 4, 8)
 """Tensor degrees."""
 
@@ -119,10 +113,9 @@ def structures(asked: SearchProblem) -> Iterator[tuple[float, Draft]]:
 def _compute_s(asked: SearchProblem, draft: Draft, kind: list[int]) -> float:
     """Ops of the place with most of them."""
     degree, most = draft.data_degree, 0.0
-    sizes = draft.microbatch * (degree // len(draft.microbatch))
-    counts = draft.microbatches * (degree // len(draft.microbatches))
+    sizes, counts = draft.shares
     for number, place in enumerate(draft.places):
-        own = [b for s, p in enumerate(draft.place_of_stage) if p == number for b in range(*draft.bounds[s : s + 2])]
+        own = draft.blocks_of(number)
         width, share = len(place.devices) // place.data_degree, degree // place.data_degree
         for replica in range(place.data_degree):
             samples = sum(sizes[replica * share : (replica + 1) * share])

@@ -123,13 +123,6 @@ def test_held_bytes_add_up(priced, name):
     assert bool(blocks.ties) == (name in ("gpt2", "t5"))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_peak_is_that_of_the_op_level(priced, name):
-    graph = captured(name)
-    problem = price(graph, CLUSTER, level="op", groups=grouped(graph, np.zeros(graph.num_ops), ["model"]))
-    assert peak_bytes(priced[name], NONE) == pytest.approx(simulated_peak(problem), rel=0.001)
-
-
 @pytest.mark.parametrize("name", ["gpt2", "vit"])
 def test_the_executor_on_one_device_is_the_op_level(priced, name):
     """Of either kind: the same step time, and the same peak."""
@@ -157,13 +150,6 @@ def run_again(graph, of_op):
         found |= fresh
         waiting += fresh
     return sorted(found)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_what_runs_again_is_what_the_backward_of_a_block_reads(priced, name):
-    graph, blocks = captured(name), priced[name]
-    seconds = price(graph, CLUSTER, level="op").time_s[run_again(graph, blocks.blocks.of_op), 0].sum()
-    assert blocks.passes(0, FOUR).again_s[FULL].sum() == pytest.approx(seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -212,8 +198,11 @@ def test_peaks_of_two_stages(priced, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_selective_recomputation_lies_between(priced, name):
-    costs = priced[name].passes(0, FOUR)
+def test_recomputed_ops(priced, name):
+    """Those that the backward of a block reads; selective recomputation lies between none and full."""
+    graph, costs = captured(name), priced[name].passes(0, FOUR)
+    seconds = price(graph, CLUSTER, level="op").time_s[run_again(graph, priced[name].blocks.of_op), 0].sum()
+    assert costs.again_s[FULL].sum() == pytest.approx(seconds, rel=1e-9)
     assert not costs.again_s[NONE].any()
     assert (costs.again_s[SELECTIVE] <= costs.again_s[FULL]).all() and costs.again_s[SELECTIVE].sum() > 0
     kept = costs.kept_bytes.sum(axis=1)
@@ -256,21 +245,13 @@ def test_equal_blocks_are_of_one_class(priced):
         assert values[layers[1]] == values[layers[2]]
 
 
-def test_borders_of_a_chain(priced):
-    """Between layers of BERT only hidden states and their gradients cross."""
-    blocks = priced["bert"]
-    costs = blocks.passes(0, FOUR)
-    hidden = 4 * 32 * 64 * 4
-    assert costs.returned_bytes.tolist() == [hidden] * (len(blocks.names) - 1) + [0]
-    assert costs.sent_bytes[-1] == 0 and costs.sent_bytes[-2] == hidden
-
-
-def test_the_output_of_an_encoder_crosses_every_later_border(priced):
-    blocks = priced["t5"]
-    costs = blocks.passes(0, FOUR)
-    hidden = 4 * 32 * 64 * 4
-    decoder = [blocks.names.index(name) for name in ("decoder.embed_tokens", "decoder.block.0")]
-    assert (costs.sent_bytes[decoder] >= 2 * hidden).all()
+def test_borders(priced):
+    """Between layers of BERT only hidden states and their gradients cross; the output of T5's encoder crosses later borders."""
+    hidden, chain, t5 = 4 * 32 * 64 * 4, priced["bert"].passes(0, FOUR), priced["t5"]
+    assert chain.returned_bytes.tolist() == [hidden] * (len(priced["bert"].names) - 1) + [0]
+    assert chain.sent_bytes[-1] == 0 and chain.sent_bytes[-2] == hidden
+    decoder = [t5.names.index(name) for name in ("decoder.embed_tokens", "decoder.block.0")]
+    assert (t5.passes(0, FOUR).sent_bytes[decoder] >= 2 * hidden).all()
 
 
 @pytest.mark.parametrize("name", ["llama", "resnet"])
@@ -278,16 +259,7 @@ def test_other_batch_sizes(name):
     """A price at a third size is that of the model captured at it."""
     blocks = PricedBlocks(captured(name), CLUSTER, captured(name, 2))
     direct = PricedBlocks(captured(name, 6), CLUSTER)
-    for field in (
-        "forward_s",
-        "backward_s",
-        "weight_s",
-        "again_s",
-        "kept_bytes",
-        "working_bytes",
-        "sent_bytes",
-        "returned_bytes",
-    ):
+    for field in "forward_s backward_s weight_s again_s kept_bytes working_bytes sent_bytes returned_bytes".split():
         found, wanted = (getattr(item.passes(0, Cut(6)), field) for item in (blocks, direct))
         np.testing.assert_allclose(found, wanted, rtol=1e-6, err_msg=field)
     assert blocks.passes(0, Cut(6)) is blocks.passes(0, Cut(6))

@@ -43,11 +43,7 @@ def test_every_kind_is_asked_for_the_same_batch_under_the_same_budget() -> None:
 
 def test_what_does_not_fit_says_how_much_is_missing() -> None:
     cluster = Cluster.preset("a100-80g:4")
-    small = dataclasses.replace(
-        cluster,
-        devices=tuple(dataclasses.replace(device, memory_bytes=device.reserved_bytes + 1) for device in cluster.devices),
-        text=None,
-    )
-    rows = rows_on(small, 4000)
+    devices = tuple(dataclasses.replace(device, memory_bytes=device.reserved_bytes + 1) for device in cluster.devices)
+    rows = rows_on(dataclasses.replace(cluster, devices=devices, text=None), 4000)
     assert {row.status for row in rows.values()} == {"infeasible"}
     assert all(row.step_time_s is None and "too large by" in row.reason for row in rows.values())

@@ -140,32 +140,27 @@ def test_no_single_step_less_would_fit(seed: int) -> None:
     assert at > 0 and not any(tries.score(one).fits for one in drafts[:at])
 
 
-def test_what_cannot_be_offloaded_is_recomputed_all_the_same() -> None:
+def between(part: float, low: Draft, high: Draft) -> SearchProblem:
+    """The question with memory between the peaks of two drafts, this part of the way from the lower one."""
     asked = question(0)
-    draft = next(draft for draft in all_drafts(asked) if len(draft.devices) == 4 and draft.stages == 1)
-    peaks = [
-        max(asked.scores.evaluate(dataclasses.replace(draft, recompute=how * 5)).peak_memory_bytes) for how in (b"\0", b"\2")
-    ]
+    peaks = [max(asked.scores.evaluate(one).peak_memory_bytes) for one in (low, high)]
     memory = asked.cluster.devices[0].memory_bytes
-    assert memory is not None and peaks[1] < peaks[0]
-    tight = question(0, factor=sum(peaks) / 2 / memory)
+    assert memory is not None and peaks[0] < peaks[1]
+    return question(0, factor=(peaks[0] + part * (peaks[1] - peaks[0])) / memory)
+
+
+def test_what_cannot_be_offloaded_is_recomputed_all_the_same() -> None:
+    draft = next(draft for draft in all_drafts(question(0)) if len(draft.devices) == 4 and draft.stages == 1)
+    tight = between(0.5, dataclasses.replace(draft, recompute=b"\2" * 5), draft)
     no_offload = dataclasses.replace(tight, why_not=lambda draft: "no offload" if any(draft.offload) else None)
     tried = fitted(Tries(no_offload), draft)
     assert tried is not None and any(tried.draft.recompute) and not any(tried.draft.offload)
 
 
 def test_a_rung_that_cannot_run_is_left_out_of_the_ladder() -> None:
-    asked = question(0)
-    draft = next(
-        draft for draft in all_drafts(asked) if len(draft.devices) == 4 and draft.stages == 1 and draft.places[0].shard == 4
-    )
-    peaks = [
-        max(asked.scores.evaluate(dataclasses.replace(draft, recompute=b"\2" * 5, offload=how * 5)).peak_memory_bytes)
-        for how in (b"\0", b"\2")
-    ]
-    memory = asked.cluster.devices[0].memory_bytes
-    assert memory is not None and peaks[1] < peaks[0]
-    tight = question(0, factor=(0.7 * peaks[0] + 0.3 * peaks[1]) / memory)
+    draft = next(draft for draft in all_drafts(question(0)) if draft.stages == 1 and draft.places[0].shard == 4)
+    full = dataclasses.replace(draft, recompute=b"\2" * 5)
+    tight = between(0.7, dataclasses.replace(full, offload=b"\2" * 5), full)
     no_state = dataclasses.replace(tight, why_not=lambda draft: "no optimizer offload" if 1 in draft.offload else None)
     tried = fitted(Tries(no_state), draft)
     assert tried is not None and tried.fits
@@ -200,16 +195,12 @@ def test_what_does_not_fit_says_how_much_is_missing() -> None:
         ("microbatch=3", 8, "relax microbatch=3 first"),
         ("recompute=full tensor=3 shard=1", 8, "relax shard=1 tensor=3 recompute=full"),
         ("replicate=4 shard=1 tensor=1 pipeline=1", 3, "relax replicate=4 first"),
+        ("replicate=2 shard=2 pipeline=1", 3, "batch of 3; relax replicate=2 first, or use a batch of 4"),
     ],
 )
 def test_a_space_that_leaves_nothing_says_what_to_relax(space: str, batch: int, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         search(question(0, batch=batch, space=space))
-
-
-def test_a_batch_of_fewer_samples_than_replicas_names_the_nearest() -> None:
-    with pytest.raises(InputError, match="batch of 3; relax replicate=2 first, or use a batch of 4"):
-        search(question(0, batch=3, space="replicate=2 shard=2 pipeline=1"))
 
 
 def test_one_captured_size_names_the_batches_that_there_are() -> None:

@@ -24,7 +24,7 @@ from benchmarks.papers.pase.rivals import complete, data_parallel, expert, mcmc
 from benchmarks.papers.pase.search import least_cost_strategy, statistics
 from rlplace.cost.timings import rank_correlation
 from rlplace.errors import InputError
-from tests.strategy.test_elimination import brute_force
+from tests.strategy.test_layouts import brute_force
 
 DATA_PARALLEL = {
     ("alexnet", 4): 5.775569e11, ("alexnet", 8): 6.011088e11, ("alexnet", 16): 6.128848e11, ("alexnet", 32): 6.187728e11,

@@ -13,7 +13,6 @@ else, which equals a loop over the parts; *random*, where the model draws in its
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -22,17 +21,19 @@ import pickle
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.groups import run_jobs
+from benchmarks.harness import arguments
 from benchmarks.trials.collection import OWN, Trial, call, trials
 from benchmarks.trials.step import MOST, Case, compare, equal, missing
+from rlplace.placement import get_planner
 
 BATCH, CALLS, LIMIT_S = 8, 40, 60.0
 COPIES = "replicate=2 shard=1 pipeline=1 tensor=1"
@@ -69,8 +70,7 @@ FEW = (
 """Models of the tests."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """The result of a model on an axis; `worst` are the largest differences from what it is compared with."""
 
     model: str
@@ -81,16 +81,7 @@ class Row:
     plan: str = ""
 
 
-@dataclass(frozen=True)
-class Planning:
-    """A plan to ask for."""
-
-    trial: Trial
-    axis: str
-    path: str
-
-
-def _place(job: Planning) -> dict[str, Any]:
+def _place(job: Case) -> dict[str, Any]:
     """Asks the command line for a plan."""
     from rlplace.cli import models
     from rlplace.cli.main import main
@@ -103,7 +94,7 @@ def _place(job: Planning) -> dict[str, Any]:
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
         try:
-            code = main([*words, *options, "--out", job.path])
+            code = main([*words, *options, "--out", job.plan])
         except SystemExit as error:
             code = int(error.code or 0)
     line = next((line for line in reversed(said.getvalue().splitlines()) if line.startswith("rlplace: ")), "")
@@ -137,89 +128,73 @@ def _draws(trial: Trial) -> dict[str, Any]:
     return {"random": abs(losses[0] - losses[1]) > 1e-6 * abs(losses[0])}
 
 
-def _notes(path: str) -> str:
-    """Says what a plan says of itself; nothing where there is none."""
-    return str(json.loads(Path(path).read_text()).get("predicted", {}).get("extra")) if Path(path).exists() else ""
+def _plan(path: str) -> dict[str, Any]:
+    """Reads a plan; empty where there is none."""
+    return json.loads(Path(path).read_text()) if Path(path).exists() else {}
 
 
-def _strategy(path: str) -> dict[str, Any]:
-    """Returns the strategy of a plan, as its file has it."""
-    return json.loads(Path(path).read_text())["strategy"]
-
-
-def _devices(path: str) -> int:
-    """Counts how many processes a plan needs."""
-    return len({device for stage in _strategy(path)["stages"] for device in stage["devices"]})
-
-
-def _words(path: str) -> str:
-    """Says what a plan chose, in short."""
-    data = _strategy(path)
+def _words(plan: dict[str, Any]) -> str:
+    """Says in short what a plan chose."""
+    data = plan["strategy"]
     stages = data["stages"]
     mesh = " ".join(f"{axis}={n}" for axis, n in stages[0].get("mesh", {}).items() if n > 1)
     level = stages[0].get("sharding", 0)
     again = sorted({how for stage in stages for how in stage.get("recompute", {}).values()})
-    parts = [
-        f"{len(stages)} stages {data['schedule']}" if len(stages) > 1 else "",
-        mesh,
-        f"sharding={level}" if level else "",
-        *again,
-    ]
-    return ", ".join(filter(None, [*parts, f"{data['microbatches'][0]} x {data['microbatch'][0]}"]))
+    shape = f"{len(stages)} stages {data['schedule']}" if len(stages) > 1 else ""
+    parts = [shape, mesh, f"sharding={level}" if level else "", *again, f"{data['microbatches'][0]} x {data['microbatch'][0]}"]
+    return ", ".join(filter(None, parts))
 
 
 def tried(trial: Trial, axes: Sequence[str], limit_s: float) -> list[Row]:
-    """Returns the rows of one model."""
+    """Makes the rows of one model."""
     rows: dict[str, Row] = {}
-    (looked,) = next(iter(run_jobs(_draws, [trial], 1, limit_s, "")))
+    ((looked,),) = run_jobs(_draws, [trial], 1, limit_s, "")
     if "error" in looked:
         return [Row(trial.name, axis, "broken", f"the plain model: {looked['error']}: {looked['line']}") for axis in axes]
     with tempfile.TemporaryDirectory() as folder:
-        asked = [Planning(trial, axis, f"{folder}/{n}.plan.json") for n, axis in enumerate(axes)]
-        cases: dict[int, list[tuple[Planning, Case]]] = {}
+        asked = [Case(trial, axis, f"{folder}/{n}.plan.json", random=looked["random"]) for n, axis in enumerate(axes)]
+        cases: dict[int, list[Case]] = {}
         advice = ""
-        for job, (found,) in zip(asked, run_jobs(_place, asked, 1, 2 * limit_s, ""), strict=True):
-            if job.axis in ADVISED and ADVISED[job.axis] not in advice:
+        for case, (found,) in zip(asked, run_jobs(_place, asked, 1, 2 * limit_s, ""), strict=True):
+            if case.axis in ADVISED and ADVISED[case.axis] not in advice:
                 continue
-            advice += found.get("line", "") + _notes(job.path)
+            plan = _plan(case.plan)
+            advice += found.get("line", "") + str(plan.get("predicted", {}).get("extra"))
             if "error" in found or found["line"].startswith("unexpected "):
                 line = f"{found['error']}: {found['line']}" if "error" in found else found["line"]
-                rows[job.axis] = Row(trial.name, job.axis, "WRONG", f"place: {line}")
+                rows[case.axis] = Row(trial.name, case.axis, "WRONG", f"place: {line}")
             elif found["code"]:
-                rows[job.axis] = Row(trial.name, job.axis, "refused", found["line"])
+                rows[case.axis] = Row(trial.name, case.axis, "refused", found["line"])
             else:
-                samples = _strategy(job.path)["batch"]
-                cases.setdefault(_devices(job.path), []).append((job, Case(trial, job.path, samples, looked["random"])))
+                devices = {device for stage in plan["strategy"]["stages"] for device in stage["devices"]}
+                cases.setdefault(len(devices), []).append(case._replace(batch=plan["strategy"]["batch"]))
         for processes, planned in cases.items():
-            results = run_jobs(compare, [case for _, case in planned], processes, limit_s)
-            for (job, case), results_of in zip(planned, results, strict=True):
-                rows[job.axis] = _judged(trial, job, case, results_of)
+            for case, results in zip(planned, run_jobs(compare, planned, processes, limit_s), strict=True):
+                rows[case.axis] = judged(case, results)
     return [rows[axis] for axis in axes if axis in rows]
 
 
-def _judged(trial: Trial, job: Planning, case: Case, results: list[dict[str, Any]]) -> Row:
-    """Returns one row from what the processes found."""
-    words, failures = _words(job.path), [one for one in results if "error" in one]
+def judged(case: Case, results: list[dict[str, Any]]) -> Row:
+    """Makes one row of what the processes found."""
+    trial, failures = case.trial, [one for one in results if "error" in one]
+    row = Row(trial.name, case.axis, "WRONG", plan=_words(_plan(case.plan)))
     if failures:
         failed = min(failures, key=lambda one: "gloo" in one["line"])  # others lost a process that failed
-        refused = all(one.get("refused") for one in results)
-        reason = failed["line"] if refused else f"{failed['error']}: {failed['line']}"
-        return Row(trial.name, job.axis, "late" if refused else "WRONG", reason, plan=words)
-    lost = missing(trial, BATCH, {name for one in results for name in one["held"]})
-    if lost:
-        return Row(trial.name, job.axis, "WRONG", f"no process holds {', '.join(lost)}", plan=words)
+        if all(one.get("refused") for one in results):
+            return row._replace(status="late", reason=failed["line"])
+        return row._replace(reason=f"{failed['error']}: {failed['line']}")
+    if lost := missing(trial, BATCH, {name for one in results for name in one["held"]}):
+        return row._replace(reason=f"no process holds {', '.join(lost)}")
     if case.random:
-        return Row(trial.name, job.axis, "random", "draws in its forward; it runs", plan=words)
-    worst = [
-        {name: max(one["figures"][at][name] for one in results) for name in MOST} for at in range(len(results[0]["figures"]))
-    ]
-    notes = "; ".join(results[0]["notes"])
+        return row._replace(status="random", reason="draws in its forward; it runs")
+    found, notes = [one["figures"] for one in results], "; ".join(results[0]["notes"])
+    worst = [{name: max(figures[at][name] for figures in found) for name in MOST} for at in range(len(found[0]))]
     for status, figures in zip(("equal", "noted"), worst, strict=False):
         if equal(figures, trial.tolerance):
-            return Row(trial.name, job.axis, status, notes if status == "noted" else "", _short(figures), words)
+            return row._replace(status=status, reason=notes if status == "noted" else "", worst=_short(figures))
     off = worst[-1]
     over = [f"{name} {off[name][0]:.1e} off ({off[name][1]})" for name in MOST if off[name][0] > MOST[name] * trial.tolerance]
-    return Row(trial.name, job.axis, "WRONG", "; ".join([*over, *([f"noted: {notes}"] if notes else [])]), _short(off), words)
+    return row._replace(reason="; ".join([*over, *([f"noted: {notes}"] if notes else [])]), worst=_short(off))
 
 
 def _short(figures: Mapping[str, tuple[float, str]]) -> dict[str, float]:
@@ -235,22 +210,16 @@ def _warm() -> None:
         "torch._inductor.sizevars", "numba", "scipy.optimize", "rlplace.cli.main", "rlplace.api",
         "rlplace.strategy.search.branches",
         "rlplace.runtime.job.distribute", "rlplace.runtime.strategy.run", "rlplace.runtime.strategy.facts",
-        "rlplace.strategy.search.plan", "rlplace.placement.round_robin", "rlplace.placement.common.repair",
+        "rlplace.strategy.search.plan", "rlplace.placement.common.repair",
         "rlplace.explanation.compare.rows", "rlplace.runtime.placement.placed_model",
         "rlplace.model.zoo.load", "rlplace.agents.compile_ahead", "rlplace.simulator.loop",
     ):  # fmt: skip
         importlib.import_module(name)
+    get_planner("round_robin")
 
 
 def rows_of(chosen: Sequence[Trial], axes: Sequence[str], lanes: int = 1, limit_s: float = LIMIT_S) -> Iterator[Row]:
-    """Yields the rows of all models, as they come.
-
-    Args:
-        chosen: Models.
-        axes: Names of axes.
-        lanes: Models at once.
-        limit_s: Time for one case.
-    """
+    """Yields the rows of models on axes as they come, so many models at once, with a limit of time for one case."""
     os.environ["OMP_NUM_THREADS"] = "1"
     _warm()
     with ProcessPoolExecutor(lanes, mp_context=get_context("fork")) as pool:
@@ -260,29 +229,28 @@ def rows_of(chosen: Sequence[Trial], axes: Sequence[str], lanes: int = 1, limit_
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", type=Path, default=[OWN], help="files and folders of functions of models")
-    parser.add_argument("--only", nargs="+", default=["*"], help="patterns of names of models")
-    parser.add_argument("--axes", nargs="+", choices=tuple(AXES), default=list(AXES))
-    parser.add_argument("--few", action="store_true", help="the models and axes of the tests")
-    parser.add_argument("--lanes", type=int, default=1, help="models at once")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="time for one case, after which it hangs")
-    parser.add_argument("--json", action="store_true", help="print rows as JSON lines")
-    options = parser.parse_args()
+    """Tries the models; the exit code is 1 where a row is WRONG or a model is broken."""
+    options = arguments(
+        __doc__,
+        models=((OWN,), "files and folders of functions of models"),
+        only=(("*",), "patterns of names of models"),
+        axes=(tuple(AXES), "ways to run", AXES),
+        few="the models and axes of the tests",
+        lanes=(1, "models at once"),
+        limit_s=(LIMIT_S, "time for one case, after which it hangs"),
+        json="print rows as JSON lines",
+    )
     chosen = [trial for trial in trials(options.models) if any(fnmatch(trial.name, pattern) for pattern in options.only)]
+    chosen = [trial for trial in chosen if not options.few or trial.name in FEW]
     axes = [axis for axis in options.axes if not options.few or axis in FEW_AXES]
-    if options.few:
-        chosen = [trial for trial in chosen if trial.name in FEW]
-    began, counts = time.monotonic(), dict[str, int]()
+    began, counts = time.monotonic(), Counter[str]()
     for row in rows_of(chosen, axes, options.lanes, options.limit_s):
-        counts[row.status] = counts.get(row.status, 0) + 1
-        if options.json:
-            print(json.dumps(asdict(row)), flush=True)
-        else:
-            print(f"{row.model:28} {row.axis:16} {row.status:8} {row.plan:34} {row.reason[:180]}", flush=True)
+        counts[row.status] += 1
+        text = f"{row.model:28} {row.axis:16} {row.status:8} {row.plan:34} {row.reason[:180]}"
+        print(json.dumps(row._asdict()) if options.json else text, flush=True)
     told = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     print(f"{len(chosen)} models: {told}; {time.monotonic() - began:.0f} s", file=sys.stderr)
-    return int(any(counts.get(status) for status in ("WRONG", "broken")))
+    return int(bool(counts["WRONG"] or counts["broken"]))
 
 
 if __name__ == "__main__":

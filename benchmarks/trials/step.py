@@ -6,9 +6,7 @@ piece, such as a loss over the samples of a replica, a loop over the parts, writ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,14 +22,14 @@ FLOOR = 1e-2
 """Gradients below this part of the largest one are compared with it: some are nothing but rounding (the bias of keys)."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A plan to run. `random` says that the model draws in its forward, so that only its running is tried."""
+class Case(NamedTuple):
+    """A plan of a model on an axis; `random` says that the model draws in its forward, so that only its running is tried."""
 
     trial: Trial
+    axis: str
     plan: str
-    batch: int
-    random: bool
+    batch: int = 0
+    random: bool = False
 
 
 class Plain:
@@ -83,16 +81,13 @@ def _rows(inputs: Any, part: int, batch: int, parts: int) -> Any:
     )
 
 
-class Figures:
-    """The largest differences so far, with the name of the tensor of each."""
+Figures = dict[str, tuple[float, str]]
+"""The largest differences so far, with the name of the tensor of each."""
 
-    def __init__(self) -> None:
-        self.of: dict[str, tuple[float, str]] = dict.fromkeys(MOST, (0.0, ""))
 
-    def add(self, figure: str, value: float, name: str) -> None:
-        """Keeps the larger one; what is not finite is the largest."""
-        value = value if value == value else float("inf")
-        self.of[figure] = max(self.of[figure], (value, name))
+def _add(figures: Figures, figure: str, value: float, name: str) -> None:
+    """Keeps the larger one; what is not finite is the largest."""
+    figures[figure] = max(figures[figure], (value if value == value else float("inf"), name))
 
 
 def compare(case: Case) -> dict[str, Any]:
@@ -111,7 +106,7 @@ def compare(case: Case) -> dict[str, Any]:
     notes = list((plan.predicted.extra or {}).get("notes", []))
     if notes and plan.strategy is not None and plan.strategy.couple != "gather":
         plain.append(Plain(trial, batch, *_parts(plan, rank)))
-    found = [Figures() for _ in plain]
+    found: list[Figures] = [dict.fromkeys(MOST, (0.0, "")) for _ in plain]
     for step in range(STEPS):
         inputs = trial.make(100 + step, batch)[1]
         value = call(given, inputs, None)
@@ -121,7 +116,7 @@ def compare(case: Case) -> dict[str, Any]:
         else:
             for one, figures in zip(plain, found, strict=True):
                 wanted = one.step(inputs)
-                figures.add("loss", abs(value.item() - wanted) / max(abs(wanted), 1e-6), f"step {step}")
+                _add(figures, "loss", abs(value.item() - wanted) / max(abs(wanted), 1e-6), f"step {step}")
                 _compare_gradients(given, one.model, figures)
                 one.update()
         optimizer.step()
@@ -130,7 +125,7 @@ def compare(case: Case) -> dict[str, Any]:
         for one, figures in zip(plain, found, strict=True):
             _compare_values(given, one.model, figures)
     held = [name for name, _ in given.named_parameters(remove_duplicate=False)]
-    return {"figures": [figures.of for figures in found], "notes": notes, "held": held}
+    return {"figures": found, "notes": notes, "held": held}
 
 
 def missing(trial: Trial, batch: int, held: set[str]) -> list[str]:
@@ -157,18 +152,17 @@ def _compare_gradients(given: Any, model: Any, figures: Figures) -> None:
         own, other = _whole(parameter.grad), wanted.get(name)
         zero = torch.zeros(())
         if own is not None or other is not None:
-            figures.add(
-                "gradient", _difference(zero if own is None else own, zero if other is None else other, FLOOR * largest), name
-            )
+            own, other = zero if own is None else own, zero if other is None else other
+            _add(figures, "gradient", _difference(own, other, FLOOR * largest), name)
 
 
 def _compare_values(given: Any, model: Any, figures: Figures) -> None:
     wanted = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     for name, own in (*given.named_parameters(), *given.named_buffers()):
         if name not in wanted:
-            figures.add("after", float("inf"), f"{name}, which the model does not have")
+            _add(figures, "after", float("inf"), f"{name}, which the model does not have")
         else:
-            figures.add("after", _difference(_whole(own.detach()), wanted[name].detach(), FLOOR), name)
+            _add(figures, "after", _difference(_whole(own.detach()), wanted[name].detach(), FLOOR), name)
 
 
 def _whole(value: Any) -> Any:
@@ -190,6 +184,6 @@ def _difference(own: torch.Tensor, other: torch.Tensor, floor: float) -> float:
     return float((a - b).abs().max()) / max(float(b.abs().max()), floor, 1e-30)
 
 
-def equal(figures: Mapping[str, tuple[float, str]], tolerance: float) -> bool:
+def equal(figures: Figures, tolerance: float) -> bool:
     """Says whether all figures are within their bounds."""
     return all(figures[name][0] <= most * tolerance for name, most in MOST.items())

@@ -14,7 +14,7 @@ import torch
 
 import rlplace
 from benchmarks.groups import run_jobs
-from benchmarks.trials.__main__ import FEW, Planning, _judged, _place, _warm
+from benchmarks.trials.__main__ import FEW, _place, _warm, judged
 from benchmarks.trials.collection import OWN, trials
 from benchmarks.trials.step import Case, Plain, compare, equal, missing
 from rlplace.errors import InputError
@@ -108,16 +108,15 @@ def _fresh(*words):
 def _catch_a_wrong_gradient(path):
     _warm()
     one = of("losses")["simclr"]
-    job = Planning(one, "replicas", path)
-    assert _place(job)["code"] == 0
-    case = Case(one, job.path, 8, random=False)
+    case = Case(one, "replicas", path, 8)
+    assert _place(case)["code"] == 0
     right, rlplace.distribute = rlplace.distribute, _off
     (results,) = run_jobs(compare, [case], 2, 60.0)
-    row = _judged(one, job, case, results)
+    row = judged(case, results)
     assert row.status == "WRONG" and "gradient" in row.reason, row
     rlplace.distribute = right
     (results,) = run_jobs(compare, [case], 2, 60.0)
-    assert _judged(one, job, case, results).status == "noted"
+    assert judged(case, results).status == "noted"
     assert not equal(results[0]["figures"][0], 1.0) and equal(results[0]["figures"][1], 1.0)
 
 

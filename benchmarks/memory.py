@@ -114,7 +114,7 @@ def show_real() -> None:
 
 
 def show_formula() -> None:
-    """Returns korthikanti et al. (2022): s b h (34 + 5 a s / h) bytes per layer, 16-bit, dropout, attention not fused."""
+    """Prints bytes beside Korthikanti et al. (2022): s b h (34 + 5 a s / h) a layer, 16-bit, dropout, attention not fused."""
     s, b, h, a = 512, 2, 768, 12
     unit = s * b * h
     print(f"closed form: {34 + 5 * a * s / h:.2f} sbh per layer; without attention scores 34 sbh")

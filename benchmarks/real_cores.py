@@ -115,7 +115,7 @@ def cells(model: str, rate: str) -> Iterator[dict[str, Any]]:
 
 
 def time_ops(model: str, out: str) -> None:
-    """Returns a worker: ops and steps of a model at the sizes of whole and quartered batches."""
+    """Times, in a worker, ops and steps of a model at the sizes of whole and quartered batches."""
     from rlplace.cli.main import main as rlplace
 
     for batch in (BATCH, BATCH // 4):
@@ -127,7 +127,7 @@ def time_ops(model: str, out: str) -> None:
 
 
 def time_plans(path: str, alike: bool = False) -> None:
-    """Returns a worker: the steps of every plan of a file; `alike` runs one device's plan on every host at once."""
+    """Times, in a worker, the steps of every plan of a file; `alike` runs one device's plan on every host at once."""
     import torch
     import torch.distributed as dist
 

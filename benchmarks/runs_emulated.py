@@ -176,7 +176,7 @@ class Lab:
 
 
 def worker(folder: str) -> None:
-    """Returns one process: strategies as their files appear."""
+    """Runs, in one process, strategies as their files appear."""
     import torch
     import torch.distributed as dist
 

@@ -102,7 +102,7 @@ def judge(found: Sequence[Said]) -> dict[str, Any]:
 
 
 def report(found: Sequence[Said], excluded: Sequence[Excluded], judged: Sequence[dict[str, Any]]) -> None:
-    """Returns the tables."""
+    """Prints the tables."""
     head = f"{'':44s}rows  signed    mean  median     p90   worst   rests on"
     print(f"\nErrors of step times in %, predicted over measured\n{head}")
     strict = [said for said in found if said.row.strict]

@@ -48,11 +48,11 @@ class GraphBuilder:
         return len(self._role) - 1
 
     def input(self, size_bytes: int) -> int:
-        """An input of the model."""
+        """Returns an input of the model."""
         return self._tensor(INPUT, size_bytes)
 
     def parameter(self, name: str, size_bytes: int, *, trainable: bool = True, is_buffer: bool = False) -> int:
-        """A parameter, with a gradient of its size and Adam's two moments when trainable; or a buffer."""
+        """Returns a parameter, with a gradient of its size and Adam's two moments when trainable; or a buffer."""
         trainable = trainable and not is_buffer
         self._parameters.append(
             Parameter(
@@ -82,7 +82,7 @@ class GraphBuilder:
         saved: bool = True,
         writes: int | None = None,
     ) -> int:
-        """A forward op; returns its output tensor.
+        """Returns a forward op; returns its output tensor.
 
         Args:
             module: Module path.
@@ -233,7 +233,7 @@ class GraphBuilder:
 
 
 def random_graph(seed: int, num_ops: int, *, num_modules: int = 6, tied: bool = False, in_place: bool = False) -> OpGraph:
-    """A random branchy graph of `num_ops` forward ops.
+    """Returns a random branchy graph of `num_ops` forward ops.
 
     Args:
         seed: Decides everything.
@@ -274,7 +274,7 @@ def random_graph(seed: int, num_ops: int, *, num_modules: int = 6, tied: bool = 
 def transformer_graph(
     layers: int, *, width: int = 512, tokens: int = 512, vocabulary: int = 8192, tied: bool = True
 ) -> OpGraph:
-    """A decoder-only transformer, written out op by op (about 20 forward ops a layer).
+    """Returns a decoder-only transformer, written out op by op (about 20 forward ops a layer).
 
     Args:
         layers: Blocks.

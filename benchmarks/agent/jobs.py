@@ -22,7 +22,7 @@ Ask = tuple[ProblemCase, Method, Budget, int]
 
 
 def tell(line: str) -> None:
-    """Returns a line about how it goes; results alone go to stdout."""
+    """Prints a line about progress; results alone go to stdout."""
     print(line, file=sys.stderr, flush=True)
 
 

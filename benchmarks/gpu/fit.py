@@ -237,7 +237,7 @@ def shipped(row: Timed, kind: DeviceKind) -> float:
 
 
 def report(rows: list[Timed], kind: DeviceKind) -> None:
-    """Returns errors by key, each row predicted by a fit on other folds."""
+    """Prints errors by key, each row predicted by a fit on other folds."""
     fold = np.random.default_rng(0).permutation(len(rows)) % FOLDS
     left_out = np.zeros(len(rows))
     for number in range(FOLDS):

@@ -161,7 +161,7 @@ PLANNERS = ("dlplacer", "best")
 
 
 def measured(cluster: str, limit_s: float) -> None:
-    """Returns speed-up of two devices over one on our graphs, by our cost model."""
+    """Prints the speed-up of two devices over one on our graphs, by our cost model."""
     print(f"\n| model on {cluster} | ops | one device ms | " + " | ".join(PLANNERS) + " | pipeline of two | published |")
     print("|---" * (len(PLANNERS) + 5) + "|")
     for name, (make, batch) in MODELS.items():

@@ -66,7 +66,7 @@ class Plain:
         return total
 
     def update(self) -> None:
-        """Returns step of the optimizers."""
+        """Steps the optimizers."""
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()

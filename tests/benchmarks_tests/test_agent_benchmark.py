@@ -178,7 +178,7 @@ def test_the_command_makes_no_row_twice(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def filled(path: Path | None = None) -> Store:
-    """Twelve cases of floor 1 where annealing reaches 0.9 and the agent 0.96 of that; a little noise a case."""
+    """Returns twelve cases of floor 1 where annealing reaches 0.9 and the agent 0.96 of that; a little noise a case."""
     store = Store({"set": "made up"}, path)
     for method in (Method("annealing", RIVAL), Method("seed0", AGENT, "runs/seed0", "2" * 64), Method("seed1", AGENT)):
         store.add(method)

@@ -1,4 +1,4 @@
-"""What blocks of emulated hosts sleep."""
+"""The sleep of blocks on emulated hosts."""
 
 from types import SimpleNamespace
 

@@ -33,7 +33,7 @@ Change = Callable[[list[dict[str, Any]]], object]
 
 
 def few_cases() -> dict[str, ProblemCase]:
-    """Two cases: one with limits that one device does not meet, and one with a fixed group."""
+    """Returns two cases: one with limits that one device does not meet, and one with a fixed group."""
     tight = random_problem(3, 16, 3, memory_factor=1.2)
     fixed = random_problem(4, 12, 2, shape="chain")
     fixed = dataclasses.replace(fixed, group_device=np.array([1, *[-1] * 11], dtype=np.int32))

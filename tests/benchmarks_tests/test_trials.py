@@ -93,7 +93,7 @@ def test_what_hangs_dies_or_fails_is_reported_and_the_next_job_runs():
 
 
 def _off(model, plan, **options):
-    """A wrong `distribute`: a copy on every process that learns half as fast, and does not have its last parameter."""
+    """Returns a wrong `distribute`: a copy on every process that learns half as fast, and does not have its last parameter."""
     model.register_forward_hook(lambda module, given, output: output / 2 + output.detach() / 2)
     model.register_parameter("other", torch.nn.Parameter(torch.zeros(())))
     return model

@@ -63,13 +63,13 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """All pages, the README first; those that are generated from the code have their own tests."""
+    """Returns all pages, the README first; those that are generated from the code have their own tests."""
     found = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parts[-2] not in ("generated", "_build"))
     return [ROOT / "README.md", *found]
 
 
 def blocks(page: Path) -> list[Block]:
-    """The blocks of a page in order, those inside lists included."""
+    """Returns the blocks of a page in order, those inside lists included."""
     found = []
     for token in MarkdownIt("commonmark").enable("table").parse(page.read_text()):
         line = (token.map or [0])[0] + 1
@@ -122,12 +122,12 @@ def run(page: Path, names: dict[str, object]) -> None:
 
 
 def in_a_job() -> bool:
-    """Whether the page has made this process a job of its own, which forks would inherit."""
+    """Says whether the page has made this process a job of its own, which forks would inherit."""
     return "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized()
 
 
 def verb_of(words: list[str]) -> tuple[int, list[str]] | None:
-    """How many processes run a verb of `rlplace`, and its words; None of another command."""
+    """Counts how many processes run a verb of `rlplace`, and its words; None of another command."""
     if {"&&", "|", ">"} & {*words}:
         return None
     if words[:2] == ["torchrun", "--nproc-per-node"] and words[3:5] == ["-m", "rlplace"]:

@@ -21,7 +21,7 @@ PARTS = 6
 
 
 def started(name):
-    """How many programs a page starts: what it costs."""
+    """Counts how many programs a page starts: what it costs."""
     return sum(len(block.text.splitlines()) for block in pages.blocks(PAGES[name]) if block.language == "bash")
 
 

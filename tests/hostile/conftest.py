@@ -18,7 +18,7 @@ def seeds(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def scratch(seeds, tmp_path_factory):
-    """A copy of the seeds that inputs take the place in."""
+    """Returns a copy of the seeds that inputs take the place in."""
     return Path(shutil.copytree(seeds, tmp_path_factory.mktemp("hostile") / "scratch"))
 
 

@@ -42,7 +42,7 @@ class Target:
 
 
 class Broken(Exception):
-    """What was loaded gives nonsense at the next step."""
+    """An error: what was loaded gives nonsense at the next step."""
 
 
 def run_input(target: Target, file: str, payload: bytes, scratch: Path) -> str:
@@ -90,7 +90,7 @@ def _check(good: bool, what: str) -> None:
 
 
 def _comes_back(record: Any, path: Path, load: Callable[[Path], Any]) -> None:
-    """What is saved has the same fingerprint when it is loaded again."""
+    """Says what is saved has the same fingerprint when it is loaded again."""
     record.save(path)
     try:
         _check(load(path).fingerprint == record.fingerprint, "another fingerprint on the way back")

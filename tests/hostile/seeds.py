@@ -335,7 +335,7 @@ def _comparison(folder: Path) -> None:
 
 
 def _records(folder: Path) -> None:
-    """What crosses processes as JSON, and a networkx graph."""
+    """Says what crosses processes as JSON, and a networkx graph."""
     nodes = [[name, {"time_s": [1e-3, 2e-3], "resident_bytes": 64, "temporary_bytes": 8, "phase": "forward", "kind": "gemm"}]
              for name in "abc"]  # fmt: skip
     nodes[0][1] |= {"group": "first", "device": 1}  # type: ignore[operator]
@@ -344,7 +344,7 @@ def _records(folder: Path) -> None:
 
 
 def _filled(kind: type[Any]) -> Any:
-    """A record of a comparison with a value of the right type in every field."""
+    """Returns a record of a comparison with a value of the right type in every field."""
     plain = {"str": "toy", "Count": 2, "Whole": 2, "bool": False}
     chosen = {"status": "ok", "view": "tasks"}
     return kind(**{f: chosen.get(f, plain.get(name.split(" | ")[0], 0.5)) for f, name in kind.__annotations__.items()})

@@ -88,7 +88,7 @@ def test_counts_of_a_problem(seeds, monkeypatch, name):
 
 
 def test_a_short_text_that_asks_for_a_large_matrix():
-    """Times that are one number stand for one per device: the product counts, before it is made."""
+    """Times that are one number are one per device: the product counts, before it is made."""
     data = problem_to_dict(problem_of(1))
     data["devices"] = [{"name": f"d{i}", "memory_bytes": None} for i in range(limits.DEVICES)]
     data["ops"] = [{"name": str(i), "group": 0, "phase": "forward", "time_s": 1.0} for i in range(limits.OP_TIMES // 4096 + 1)]
@@ -159,7 +159,7 @@ MAPS = {"dims", "kinds", "op_dims", "parts", "predicted"}
 
 
 def refused_file(name: str, scratch: Path, file: str, content: Any, message: str | None = None) -> None:
-    """A loader refuses a file with one line that names it, where what is loaded is a file of its own."""
+    """Checks that a loader refuses a file with one line that names it, where what is loaded is a file of its own."""
     path = scratch / file
     before = path.read_text()
     path.write_text(content if isinstance(content, str) else json.dumps(content))
@@ -205,7 +205,7 @@ def test_texts_that_are_no_such_file(name, scratch):
 
 
 def places(data: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Ways to the values whose types a format says, and the values; of a list the first."""
+    """Yields ways to the values whose types a format says, and the values; of a list the first."""
     yield way, data
     items = data.items() if isinstance(data, dict) else list(enumerate(data))[:1] if isinstance(data, list) else ()
     for key, value in items:

@@ -27,7 +27,7 @@ from tests.hostile.loaders import TARGETS
 
 @pytest.fixture
 def agent(seeds, tmp_path):
-    """A copy of a checkpoint without the digest of its weights."""
+    """Returns a copy of a checkpoint without the digest of its weights."""
     return shutil.copytree(seeds / "bare", tmp_path / "agent")
 
 
@@ -53,7 +53,7 @@ def test_sizes_that_would_take_memory_take_none(agent):
 
 
 class Evil:
-    """What runs code when it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __reduce__(self):
         return (open, ("ran", "w"))

@@ -58,21 +58,21 @@ WORDS = re.compile(
 
 @cache
 def sources():
-    """Name and tree of each file that has one of the words at all: to parse all would take seconds."""
+    """Returns name and tree of each file that has one of the words at all: to parse all would take seconds."""
     files = [path for folder in ("rlplace", "agents", "envs", "checkpoints") for path in sorted((ROOT / folder).rglob("*.py"))]
     texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
     return [(name, ast.parse(text)) for name, text in texts.items() if WORDS.search(text)]
 
 
 def dotted(node):
-    """``a.b.c`` of nested attributes; what is no name stands as a dot."""
+    """Returns ``a.b.c`` of nested attributes; what is no name stands as a dot."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def findings(name, tree):
-    """What in a file may run code of others: (line, what)."""
+    """Says what in a file may run code of others: (line, what)."""
     for node in ast.walk(tree):
         modules = []
         if isinstance(node, ast.Import):

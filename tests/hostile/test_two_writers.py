@@ -162,14 +162,14 @@ VERBS = QUICK | LONGER
 
 
 def run(name, seeds, out, capsys):
-    """Exit code and what is said on stderr."""
+    """Returns exit code and what is said on stderr."""
     capsys.readouterr()
     code = main([word.format(s=seeds, o=out) for word in VERBS[name]])
     return code, capsys.readouterr().err.splitlines()
 
 
 def told(lines):
-    """The one line about what went wrong."""
+    """Returns the one line about what went wrong."""
     errors = [line for line in lines if line.startswith("rlplace: ")]
     assert len(errors) == 1 and lines[-1] == errors[0], lines
     assert "unexpected" not in errors[0] and errors[0].isprintable()

@@ -73,7 +73,7 @@ def _captured(spec):
 
 
 def objectives(problems) -> None:
-    """Returns table 1."""
+    """Prints table 1."""
     print(f"\n{'step time / one device':26s}" + "".join(f"{o:>16s}" for o in OBJECTIVES))
     for problem in problems:
         alone = simulate(problem, np.zeros(problem.num_groups, dtype=int)).step_time_s
@@ -88,7 +88,7 @@ def objectives(problems) -> None:
 
 
 def cuts(problems) -> None:
-    """Returns table 2."""
+    """Prints table 2."""
     print(f"\n{'ms':26s}{'edges METIS':>14s}{'edges ours':>14s}{'sent METIS':>14s}{'sent ours':>14s}{'seeds won':>12s}")
     for problem in problems:
         graph, count = group_graph(problem), problem.num_devices
@@ -117,7 +117,7 @@ def _seconds(problem, nets, part) -> float:
 
 
 def drift(problems, seeds: int) -> None:
-    """Returns table 3."""
+    """Prints table 3."""
     heads = ("stale", "anew", "assisted", "recovers", "as planned", "no weights", "recovers", "as planned")
     print(f"\n{'relative to planned':26s}" + "".join(f"{head:>12s}" for head in heads))
     for problem in problems:
@@ -142,7 +142,7 @@ def drift(problems, seeds: int) -> None:
 
 
 def large() -> None:
-    """Returns seconds at about 5,000 ops."""
+    """Prints seconds at about 5,000 ops."""
     run_planner("best", random_problem(0, 8))
     settings = (
         {"num_groups": 1700, "num_devices": 4}, {"num_groups": 1700, "num_devices": 8, "width": 40},

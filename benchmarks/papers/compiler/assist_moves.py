@@ -160,7 +160,7 @@ class MovingRun(ReferenceRun):
             self.size[value] = self.gradient_bytes(group)
 
     def _join(self, value: int, device: int) -> None:
-        """Returns one reader more on a device; the value is sent there if it is neither there nor on its way."""
+        """Adds a reader on a device; the value is sent there if it is neither there nor on its way."""
         known = device in self.copies[value] or (value, device) in self.moving
         known = known or any(v == value and d == device for v, _, d in self.waiting)
         self.uses[value, device] = self.uses.get((value, device), 0) + 1
@@ -170,7 +170,7 @@ class MovingRun(ReferenceRun):
             self.waiting.append((value, source, device))
 
     def _leave(self, value: int, device: int) -> None:
-        """Returns one reader less on a device."""
+        """Removes a reader on a device."""
         if device in self.copies[value]:
             self.drop_use(value, device)
             return
@@ -185,7 +185,7 @@ class MovingRun(ReferenceRun):
         return min(self.copies[value], key=lambda d: (self.transfer_s(value, d, device), d))
 
     def _count_uses(self, value: int) -> None:
-        """Returns readers and sends of a value that is not made yet, by device."""
+        """Counts readers and sends of a value that is not made yet, by device."""
         for device in range(len(self.running)):
             self.uses.pop((value, device), None)
         for task in self.readers[value]:

@@ -23,7 +23,7 @@ from rlplace.problem.generate import random_problem
 
 
 def planning_time(devices: int = 8) -> None:
-    """Returns seconds of one slicing and mapping, as the paper does, and of the planner with all its candidates."""
+    """Prints seconds of one slicing and mapping, as the paper does, and of the planner with all its candidates."""
     print(f"\nplanning time on {devices} devices, one core")
     for groups in (400, 3_400, 33_400, 66_800):
         problem = random_problem(0, groups, devices, shape="branchy", width=8)
@@ -40,7 +40,7 @@ def planning_time(devices: int = 8) -> None:
 
 
 def memory() -> None:
-    """Returns h1 under the FIFO emulator: peaks within nine tenths of the memory, share of ops moved."""
+    """Prints H1 under the FIFO emulator: peaks within nine tenths of the memory, share of ops moved."""
     print("\nH1 (FIFO emulator, limit 0.9 x memory)")
     cases = (
         (Steps("Word-RNN", False).priced(16, 4), "Word-RNN x 4"),

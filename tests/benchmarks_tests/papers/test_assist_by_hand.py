@@ -13,7 +13,7 @@ ALL = {"only_late": False}
 
 
 def queue(length=4, latency_s=0.0, memory_bytes=(None, None), **fields):
-    """Independent ops of a second, all planned on the first of two devices."""
+    """Returns independent ops of a second, all planned on the first of two devices."""
     return build_problem(
         "queue", time_s=[[1.0, 1.0]] * length, tensors=[], memory_bytes=list(memory_bytes), latency_s=latency_s, **fields
     )
@@ -81,7 +81,7 @@ def test_decisions_do_not_see_the_future():
 
 
 def reader_chain(size_bytes):
-    """Op 0 feeds ops 1 and 2, planned on its device, over a link of a byte a second."""
+    """Returns op 0 feeds ops 1 and 2, planned on its device, over a link of a byte a second."""
     return build_problem(
         "readers",
         time_s=[[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]],
@@ -120,7 +120,7 @@ def test_memory_must_fit():
 
 
 def training(resident=0):
-    """Three groups of a forward, a backward and an update op on one device; forward outputs of 1 byte are saved."""
+    """Returns three groups of a forward, a backward and an update op on one device; forward outputs of 1 byte are saved."""
     tensors = []
     for g in range(3):
         tensors += [TensorSpec(3 * g, 1, [3 * g + 1]), TensorSpec(3 * g + 1, 0, [3 * g + 2])]

@@ -14,7 +14,7 @@ from rlplace.simulator import default_priority, simulate
 
 
 def drifted(problem, seed, spread=0.3):
-    """Actual times: every op by up to `spread` more or less than planned."""
+    """Returns actual times: every op by up to `spread` more or less than planned."""
     factor = np.random.default_rng(seed).uniform(1 - spread, 1 + spread, problem.num_ops)
     return problem.time_s * factor[:, None]
 

@@ -26,7 +26,7 @@ def captured(spec):
 
 @pytest.fixture(scope="session")
 def compiler_graphs():
-    """The five graphs on which `compiler` is checked: two generated, two convolutional ones with branches, one transformer."""
+    """Makes five graphs: two generated, two convolutional ones with branches, one transformer."""
     return [
         random_problem(1, 120, 4, shape="layered", width=8),
         random_problem(1, 120, 4, shape="branchy", width=8),

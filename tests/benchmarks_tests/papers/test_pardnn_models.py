@@ -56,7 +56,7 @@ def test_never_worse_than_critical_path_on_captured_models(spec, level):
 
 @functools.cache
 def step_of(make):
-    """A captured step at any batch."""
+    """Returns a captured step at any batch."""
     graphs = []
     for batch in (4, 8):
         with torch.device("meta"):

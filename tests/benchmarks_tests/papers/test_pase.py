@@ -160,7 +160,7 @@ def test_completion_is_the_best_of_what_is_left():
 
 
 def matmuls(*widths):
-    """A chain of products with its shortcut from the first to the last."""
+    """Returns a chain of products with its shortcut from the first to the last."""
     layers = tuple(
         Layer(f"fc{i}", "gemm", (Dim("b", 8), Dim("n", n), Dim("k", k)), gemm("b", "n", "k"))
         for i, (k, n) in enumerate(itertools.pairwise(widths))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @functools.cache
 def kernel_lacks():
-    """What this kernel or container refuses, asked without the code under test; None where it refuses nothing."""
+    """Says what this kernel or container refuses, asked without the code under test; None where it refuses nothing."""
     name = f"probe-{os.getpid()}"
     try:
         for line in (
@@ -28,7 +28,7 @@ def kernel_lacks():
 
 
 def links():
-    """Network links of the machine's own namespace."""
+    """Returns network links of the machine's own namespace."""
     return subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout.count("\n")
 
 
@@ -39,7 +39,7 @@ def left_behind(pid):
 
 
 def running(folder):
-    """Processes, by the pid files in a folder, that still exist."""
+    """Returns processes, by the pid files in a folder, that still exist."""
     found = []
     for path in Path(folder).glob("pid*"):
         pid = path.read_text()  # empty while it is being written

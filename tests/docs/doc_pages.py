@@ -1,4 +1,4 @@
-"""Runs what a page of the documentation says: its fenced blocks, in order, in one empty folder.
+"""A run of a page of the documentation: its fenced blocks, in order, in one empty folder.
 
 * ``python``: in one process a page, so that later blocks see earlier names. ``python root``: only where root runs the tests.
 * ``bash``: by bash, with errors ending it; a block of nothing but verbs of `rlplace`, also under ``torchrun --nproc-per-node N

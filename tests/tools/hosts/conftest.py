@@ -1,4 +1,4 @@
-"""What the tests of emulated hosts share: they need root, and leave the machine as they found it."""
+"""The setting of tests of emulated hosts: they need root, and leave the machine as they found it."""
 
 import os
 from pathlib import Path

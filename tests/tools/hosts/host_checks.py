@@ -1,4 +1,4 @@
-"""What is left of emulated hosts on this machine."""
+"""Remains of emulated hosts on this machine."""
 
 import contextlib
 import functools

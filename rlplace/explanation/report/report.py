@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -24,7 +23,6 @@ from rlplace.files import check_output, write_text
 from rlplace.placement import NEEDS_SPLIT, get_planner
 from rlplace.placement.ask import MISSING, attempt
 from rlplace.plan import PlacementPlan
-from rlplace.plan.words import escape
 from rlplace.problem import Problem
 from rlplace.simulator import Timeline, simulate
 
@@ -148,35 +146,34 @@ _SECTIONS = {
     "timeline": "Timeline", "path": "Critical path", "devices": "Devices", "graph": "Graph", "planners": "Planners",
     "measured": "Measured", "about": "About",
 }  # fmt: skip
+_ALWAYS = ("timeline", "graph", "about")
 
 
 def render(data: ReportData) -> str:
     """Returns the page as one HTML text that loads nothing: a policy in its head forbids every request and all other
     scripts.
     """
+    from jinja2 import Environment
+
     from rlplace import __version__
 
     style = _text("page.css")
     script = '(() => {\n"use strict";\n' + "\n".join(_text(name) for name in SCRIPTS) + "\n})();\n"
-    parts = {
-        "summary": sections.summary(data),
-        "path": sections.path(data),
-        "devices": sections.devices(data),
-        "costliest": sections.costliest(data),
-        "planners": sections.planners(data),
-        "measured": sections.measured(data),
-        "about": sections.about(data, __version__),
-        "title": escape(sections.page_title(data)),
-        "style": style,
-        "script": script,
-        "data": json_text(data.to_dict()),
-        "policy": (
-            f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'"
-        ),
-    }
-    shown = {name: title for name, title in _SECTIONS.items() if parts.get(name, "-")}
-    parts["links"] = "".join(f'<a href="#{name}">{title}</a>' for name, title in shown.items())
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _text("page.html"))
+    tables, allowed = sections.sections(data), f"script-src '{_hash(script)}'; style-src '{_hash(style)}'"
+    template = Environment(autoescape=True, keep_trailing_newline=True).from_string(_text("page.html"))
+    page = template.render(
+        title=sections.page_title(data),
+        links={name: title for name, title in _SECTIONS.items() if name in (*_ALWAYS, *tables)},
+        summary=sections.summary(data),
+        sections=tables,
+        costliest=sections.costliest(data),
+        about=sections.about(data, __version__),
+        style=style,
+        script=script,
+        data=json_text(data.to_dict()),
+        policy=f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'",
+    )
+    return page.encode("utf-8", "replace").decode("utf-8")
 
 
 def json_text(data: Any) -> str:

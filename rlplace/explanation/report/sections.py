@@ -1,11 +1,11 @@
-"""The parts of the page that need no script: key figures, tables, sources of the numbers. Every text is escaped."""
+"""The parts of the page that need no script: key figures, tables, sources of the numbers. The template escapes every text."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from rlplace.cost.timings import PlanTiming
 from rlplace.explanation.report.data import ReportData
 from rlplace.explanation.report.lanes import COLLECTIVE
 from rlplace.plan.strategy import uniform_words
-from rlplace.plan.words import BADGES, escape, figure_list, head, title, verdict
+from rlplace.plan.words import BADGES, title, verdict
 from rlplace.simulator import path as chain
 from rlplace.text import bytes_text, percent, seconds_text
 
@@ -25,6 +25,45 @@ _CAUSES = {
     chain.COMPUTE: "computing", chain.TRANSFER: "moving data", chain.COLLECTIVE: "communicating",
     chain.DEVICE: "waiting for a busy device", chain.CHANNEL: "waiting for a busy link", chain.ORDER: "waiting for its turn",
 }  # fmt: skip
+
+_DOING = {
+    "compute": "computing", "bubble": "waiting for other stages", "exchange": "exchanging gradients",
+    "gather": "gathering weights", "tensor": "tensor parallelism", "hand_over": "sending activations", "update": "updating",
+}  # fmt: skip
+
+_LEVELS = {**BADGES, "roomy": ""}
+"""Class of a cell by how full a device is."""
+
+
+class Cell(NamedTuple):
+    """A cell of a table: its text, its class, and the share of a bar."""
+
+    text: str
+    kind: str = ""
+    share: float | None = None
+
+
+Row = tuple[str, dict[str, Cell]]
+"""The class of a row, and its cells by the head of their column."""
+
+
+class Table(NamedTuple):
+    """A table of the page; the first column heads the rows."""
+
+    label: str
+    heads: list[str]
+    rows: list[tuple[str, list[Cell]]]
+
+
+class Section(NamedTuple):
+    """A section of the page with a table, a note below it, and another table of something named."""
+
+    name: str
+    title: str
+    table: Table
+    note: str
+    more: Table | None = None
+    more_of: str = ""
 
 
 def page_title(data: ReportData) -> str:
@@ -37,8 +76,8 @@ def page_title(data: ReportData) -> str:
     return title(plan, line.step_time_s, line.name)
 
 
-def summary(data: ReportData) -> str:
-    """Returns title, verdict and key figures."""
+def summary(data: ReportData) -> dict[str, Any]:
+    """Returns verdict, lines of introduction, reasons against the plan, and key figures: names, values and remarks."""
     line, plan = data.timeline, data.plan
     step, used = line.step_time_s, line.devices_used
     fullest = fullest_share(line.peak_memory_bytes.tolist(), line.devices)
@@ -47,37 +86,28 @@ def summary(data: ReportData) -> str:
     if plan.order is not None:
         words.append("an order of its own")
     lead = [f"{', '.join(words)}.", _bound((plan.predicted.parts or {}) if step else {})]
-    parts = ['<section id="summary">' + head(page_title(data), verdict(line.feasible, fullest), lead)]
-    if not line.feasible:
-        shown = [*line.violations[:_REASONS]]
-        if len(line.violations) > _REASONS:
-            shown.append(f"and {len(line.violations) - _REASONS} more like these")
-        reasons = "".join(f"<li>{escape(reason)}</li>" for reason in shown)
-        parts.append(f'<div class="notice bad"><p>This plan cannot run as it is:</p><ul>{reasons}</ul></div>')
-    busy = float(line.busy_s.sum())
+    reasons = list(line.violations[:_REASONS])
+    if len(line.violations) > _REASONS:
+        reasons.append(f"and {len(line.violations) - _REASONS} more like these")
     filled = "no limits" if fullest is None else f"up to {percent(fullest)} of a device"
+    share = "-" if not step else percent(float(line.busy_s.sum()) / (step * max(1, used)))
     figures = [
         ("Step time", seconds_text(step), ""),
         ("Throughput", "-" if not step else f"{line.samples / step:,.1f}", "" if not step else "samples/s"),
         ("Devices used", str(used), f"of {len(line.devices)}"),
-        ("Computing", "-" if not step else percent(busy / (step * max(1, used))), "of those devices' time"),
+        ("Computing", share, "of those devices' time"),
         ("Largest peak", bytes_text(int(line.peak_memory_bytes.max(initial=0))), filled),
     ]
-    if len(line.sent_bytes):  # collectives left out
-        between = "stages" if plan.strategy is not None else "devices"  # collectives move most of what a strategy moves
-        sent = bytes_text(int(line.sent_bytes.sum()))
-        figures.append((f"Between {between}", sent, f"in {len(line.sent_bytes):,} transfers"))
+    if len(line.sent_bytes):  # collectives left out, which move most of the bytes of a strategy
+        between = "Between stages" if plan.strategy is not None else "Between devices"
+        figures.append((between, bytes_text(int(line.sent_bytes.sum())), f"in {len(line.sent_bytes):,} transfers"))
     calls = np.isin(data.lanes.row, [i for i, row in enumerate(data.lanes.rows) if row.kind == COLLECTIVE])
     if calls.any():
         span_s = float((data.lanes.end_s[calls] - data.lanes.start_s[calls]).sum())
         figures.append(("Collectives", f"{int(calls.sum()):,}", f"{seconds_text(span_s)} in all"))
-    return "\n".join([*parts, f"{figure_list(figures)}</section>"])
-
-
-_DOING = {
-    "compute": "computing", "bubble": "waiting for other stages", "exchange": "exchanging gradients",
-    "gather": "gathering weights", "tensor": "tensor parallelism", "hand_over": "handing on activations", "update": "updating",
-}  # fmt: skip
+    level, badge = verdict(line.feasible, fullest)
+    reasons = [] if line.feasible else reasons
+    return {"level": level, "badge": badge, "lead": [text for text in lead if text], "reasons": reasons, "figures": figures}
 
 
 def _bound(parts: Mapping[str, float]) -> str:
@@ -87,30 +117,36 @@ def _bound(parts: Mapping[str, float]) -> str:
     return f"Bounded by {shares[0][0]}: {', '.join(f'{percent(s)} {name}' for name, s in shares)}." if shares else ""
 
 
-def devices(data: ReportData) -> str:
-    """Returns one row a device."""
+def sections(data: ReportData) -> dict[str, Section]:
+    """Returns the sections with tables, by name; those without rows are left out."""
+    found = (_devices(data), _path(data), _planners(data), _measured(data))
+    return {section.name: section for section in found if section is not None}
+
+
+def _devices(data: ReportData) -> Section:
     line, step = data.timeline, data.timeline.step_time_s
-    rows = []
+    rows: list[Row] = []
     for index, device in enumerate(line.devices):
-        peak, limit = int(line.peak_memory_bytes[index]), device.memory_bytes
+        peak, limit, busy_s = int(line.peak_memory_bytes[index]), device.memory_bytes, float(line.busy_s[index])
         share = None if not limit else peak / limit
+        level = "" if share is None else _LEVELS[fullness(share)]
         cells = {
-            "Device": _cell(device.name),
-            "Kind": _cell(device.kind or "-"),
-            "Blocks" if data.plan.strategy else "Groups": _cell(f"{data.groups_on_device[index]:,}"),
-            "Busy": _cell(seconds_text(float(line.busy_s[index])) if step else "-"),
-            "Share of the step": _share(float(line.busy_s[index]) / step) if step else _cell("-"),
-            "Idle before, within, after": _cell(_idle(data, index)),
-            "Resident": _cell(bytes_text(int(line.resident_bytes[index]))),
-            "Peak": _cell(bytes_text(peak), "" if share is None else _LEVELS[fullness(share)]),
-            "Memory": _cell("-" if limit is None else bytes_text(limit)),
-            "Peak of memory": _cell("-") if share is None else _share(share, _LEVELS[fullness(share)]),
+            "Device": Cell(device.name),
+            "Kind": Cell(device.kind or "-"),
+            "Blocks" if data.plan.strategy else "Groups": Cell(f"{data.groups_on_device[index]:,}"),
+            "Busy": Cell(seconds_text(busy_s) if step else "-"),
+            "Share of the step": _share(busy_s / step) if step else Cell("-"),
+            "Idle before, within, after": Cell(_idle(data, index)),
+            "Resident": Cell(bytes_text(int(line.resident_bytes[index]))),
+            "Peak": Cell(bytes_text(peak), level),
+            "Memory": Cell("-" if limit is None else bytes_text(limit)),
+            "Peak of memory": Cell("-") if share is None else _share(share, level),
         }
         rows.append(("", cells))
     note = f"Peaks are those of the executor, {data.executor}: weights, gradients, optimizer state, activations and copies."
     if step is None:
         note = "The step does not complete; peaks are what the groups hold all the time."
-    return _section("devices", "Devices", _table("Devices", rows) + f'<p class="note">{note}</p>')
+    return Section("devices", "Devices", _table("Devices", rows), note)
 
 
 def _idle(data: ReportData, device: int) -> str:
@@ -123,97 +159,88 @@ def _idle(data: ReportData, device: int) -> str:
     return " + ".join(seconds_text(max(0.0, value)) for value in (first, within, step - last))
 
 
-def path(data: ReportData) -> str:
-    """Returns the critical path by cause and place; nothing when the step does not complete."""
+def _path(data: ReportData) -> Section | None:
+    """Returns the critical path by cause and place; None when the step does not complete."""
     total_s = sum(part.seconds for part in data.path)
     if not total_s:
-        return ""
-    rows = []
+        return None
+    rows: list[Row] = []
     for part in data.path[:_PARTS]:
-        cells = {
-            "What": _cell(_CAUSES[part.cause]),
-            "Where": _cell(part.where),
-            "Time": _cell(seconds_text(part.seconds)),
-            "Share of the step": _share(part.seconds / total_s),
-            "Links": _cell(f"{part.links:,}"),
-        }
-        rows.append(("", cells))
+        cells = {"What": Cell(_CAUSES[part.cause]), "Where": Cell(part.where), "Time": Cell(seconds_text(part.seconds))}
+        rows.append(("", {**cells, "Share of the step": _share(part.seconds / total_s), "Links": Cell(f"{part.links:,}")}))
     rest_s = sum(part.seconds for part in data.path[_PARTS:])
     note = "The chain of work, transfers and waits that makes the step as long as it is: its links add up to the step."
     if rest_s:
         note += f" Left out: {len(data.path) - _PARTS:,} parts of {percent(rest_s / total_s)} together."
-    return _section("path", "Critical path", _table("Critical path", rows) + f'<p class="note">{note}</p>')
+    return Section("path", "Critical path", _table("Critical path", rows), note)
 
 
 def costliest(data: ReportData) -> str:
-    """Returns the module that computes longest, in a sentence."""
-    spent: dict[str, float] = {}
+    """Returns the module that computes longest, in a sentence; nothing where none computes."""
+    spent: Counter[str] = Counter()
     for name, seconds in zip(data.timeline.group_names, data.timeline.group_s.tolist(), strict=True):
-        module = chain.module_of(name)
-        spent[module] = spent.get(module, 0.0) + seconds
+        spent[chain.module_of(name)] += seconds
     most = max(spent, key=lambda name: spent[name])
     if not spent[most]:
         return ""
     share = percent(spent[most] / sum(spent.values()))
-    return f'<p class="lead">Costliest module: {escape(most)}, {seconds_text(spent[most])}, {share} of all work.</p>'
+    return f"Costliest module: {most}, {seconds_text(spent[most])}, {share} of all work."
 
 
-def planners(data: ReportData) -> str:
-    """Returns one row a planner; nothing when there are none."""
+def _planners(data: ReportData) -> Section | None:
+    """Returns one row a planner; None when there are none."""
     if not data.planners:
-        return ""
+        return None
     best = next((row.samples_per_s for row in data.planners if row.this), None)
     rows = []
     for row in data.planners:
-        relation = "-" if not (best and row.samples_per_s) else f"{row.samples_per_s / best:.3f}"
         cells = {
-            "Planner": _cell(row.planner),
-            "Step time": _cell(seconds_text(row.step_time_s)),
-            "Samples/s": _cell("-" if row.samples_per_s is None else f"{row.samples_per_s:,.1f}"),
-            "Speed against this plan": _cell(relation),
-            "Devices": _cell(str(row.devices_used or "-")),
-            "Largest share of memory": _cell(percent(row.memory_share), _LEVELS[fullness(row.memory_share)]),
-            "Planning": _cell("-" if row.seconds is None else f"{row.seconds:.2f} s"),
+            "Planner": Cell(row.planner),
+            "Step time": Cell(seconds_text(row.step_time_s)),
+            "Samples/s": Cell("-" if row.samples_per_s is None else f"{row.samples_per_s:,.1f}"),
+            "Speed against this plan": Cell(f"{row.samples_per_s / best:.3f}" if best and row.samples_per_s else "-"),
+            "Devices": Cell(str(row.devices_used or "-")),
+            "Largest share of memory": Cell(percent(row.memory_share), _LEVELS[fullness(row.memory_share)]),
+            "Planning": Cell("-" if row.seconds is None else f"{row.seconds:.2f} s"),
         }
         rows.append(_noted(row.this, row.note, cells))
-    samples = _samples(data.timeline.samples)
     note = (
-        f"Simulated by the same executor, {data.executor}, on the same problem, {samples} a step for everyone. "
-        "Plans that do not fit come last."
+        f"Simulated by the same executor, {data.executor}, on the same problem, {_samples(data.timeline.samples)} a step for "
+        "everyone. Plans that do not fit come last."
     )
-    return _section("planners", "Planners", _table("Planners", rows) + f'<p class="note">{note}</p>')
+    return Section("planners", "Planners", _table("Planners", rows), note)
 
 
-def measured(data: ReportData) -> str:
-    """Returns predicted against measured step times, and the processes of this plan; nothing when there are none."""
+def _measured(data: ReportData) -> Section | None:
+    """Returns predicted against measured step times, and the processes of this plan; None when there are none."""
     if not data.measured:
-        return ""
+        return None
     rows = []
     for row in data.measured:
         cells = {
-            "Plan": _cell(row.name),
-            "Engine": _cell(row.engine or "-"),
-            "Steps": _cell(str(len(row.step_s))),
-            "Measured": _cell(seconds_text(row.median_s)),
-            "Spread": _cell(percent(row.spread)),
-            "Predicted": _cell(seconds_text(row.predicted_s)),
-            "Error": _cell("-" if row.error is None else f"{100 * row.error:+.1f} %"),
+            "Plan": row.name,
+            "Engine": row.engine or "-",
+            "Steps": str(len(row.step_s)),
+            "Measured": seconds_text(row.median_s),
+            "Spread": percent(row.spread),
+            "Predicted": seconds_text(row.predicted_s),
+            "Error": "-" if row.error is None else f"{100 * row.error:+.1f} %",
         }
-        rows.append(_noted(row.plan == data.plan.fingerprint, "", cells))
-    body = _table("Predicted against measured step times", rows)
+        rows.append(_noted(row.plan == data.plan.fingerprint, "", {name: Cell(text) for name, text in cells.items()}))
     errors = [abs(row.error) for row in data.measured if row.error is not None]
     notes = [f"Mean error {percent(sum(errors) / len(errors))} over {len(errors)} plans."] if errors else []
     notes.append("Measured: median step of the slowest process. Spread: interquartile range over the median.")
-    body += f'<p class="note">{escape(" ".join(notes))}</p>'
     mine = next((row for row in data.measured if row.plan == data.plan.fingerprint and row.places), None)
-    if mine is not None:
-        body += _places(mine)
-    return _section("measured", "Predicted and measured", body)
+    table = _table("Predicted against measured step times", rows)
+    more = (None, "") if mine is None else (_places(mine), mine.name)
+    return Section("measured", "Predicted and measured", table, " ".join(notes), *more)
 
 
-def _places(row: PlanTiming) -> str:
+def _places(row: PlanTiming) -> Table:
     rows = []
     for place in row.places:
+        peaks = (place.peak_memory_bytes, place.predicted_peak_bytes)
+        measured, predicted = ("-" if size is None else bytes_text(size) for size in peaks)
         cells = {
             "Process": str(place.rank),
             "Host": place.host,
@@ -221,90 +248,47 @@ def _places(row: PlanTiming) -> str:
             "Predicted busy": seconds_text(place.predicted_busy_s),
             "Waiting": seconds_text(place.wait_s),
             "Update": seconds_text(place.update_s),
-            "Peak": "-" if place.peak_memory_bytes is None else bytes_text(place.peak_memory_bytes),
-            "Predicted peak": "-" if place.predicted_peak_bytes is None else bytes_text(place.predicted_peak_bytes),
+            "Peak": measured,
+            "Predicted peak": predicted,
         }
-        rows.append(("", {name: _cell(text) for name, text in cells.items()}))
-    return f"<h3>This plan by process: {escape(row.name)}</h3>" + _table("This plan by process", rows)
+        rows.append(("", {name: Cell(text) for name, text in cells.items()}))
+    return _table("This plan by process", rows)
 
 
-def about(data: ReportData, version: str) -> str:
-    """Returns sources of the numbers."""
+def about(data: ReportData, version: str) -> Iterator[tuple[str, str, bool]]:
+    """Yields sources of the numbers: names and values, and whether the value is code."""
     line, plan = data.timeline, data.plan
     source = line.source or plan.source or {}
-    facts = [
-        ("Problem", f"{len(line.group_names):,} groups, {len(line.op_names):,} ops, {line.tensors:,} tensors"),
-        ("Drawn", f"{line.ops_run:,} ops, {len(line.sent_bytes):,} transfers"),
-        ("Executor", f"{data.executor}, simulated"),
-        ("Planner", f"{plan.planner}, seed {plan.seed}"),
-    ]
+    yield "Problem", f"{len(line.group_names):,} groups, {len(line.op_names):,} ops, {line.tensors:,} tensors", False
+    yield "Drawn", f"{line.ops_run:,} ops, {len(line.sent_bytes):,} transfers", False
+    yield "Executor", f"{data.executor}, simulated", False
+    yield "Planner", f"{plan.planner}, seed {plan.seed}", False
     graph = source.get("graph")
-    if isinstance(graph, Mapping) and isinstance(graph.get("model"), str):
-        facts.append(("Model", graph["model"][:300]))
-    facts += [(name.capitalize(), source[name][:300]) for name in ("cluster", "host") if isinstance(source.get(name), str)]
-    facts.append(("Made with", f"rlplace {version}"))
-    prints = [("Problem's fingerprint", plan.problem), ("Plan's fingerprint", plan.fingerprint)]
-    cells = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts)
-    cells += "".join(f"<dt>{escape(k)}</dt><dd><code>{escape(v)}</code></dd>" for k, v in prints)
-    return _section("about", "About", f'<dl class="facts">{cells}</dl>')
+    named = {"model": graph.get("model") if isinstance(graph, Mapping) else None}
+    named |= {name: source.get(name) for name in ("cluster", "host")}
+    for name, value in named.items():
+        if isinstance(value, str):
+            yield name.capitalize(), value[:300], False
+    yield "Made with", f"rlplace {version}", False
+    yield "Problem's fingerprint", plan.problem, True
+    yield "Plan's fingerprint", plan.fingerprint, True
 
 
-def _section(name: str, title: str, body: str) -> str:
-    head = f'<div class="head"><h2 id="{name}-title">{title}</h2></div>'
-    return f'<section id="{name}" aria-labelledby="{name}-title">{head}{body}</section>'
-
-
-Cell = tuple[str, str]
-"""Escaped text, and the class of the cell."""
-Row = tuple[str, dict[str, Cell]]
-"""The class of the row, and its cells by the head of their column."""
-
-
-def _noted(this: bool, said: str, cells: dict[str, Cell]) -> Row:
+def _noted(this: bool, remark: str, cells: dict[str, Cell]) -> Row:
     """Returns a row with its remarks in a last column; the row of the report's plan is marked."""
-    note = ". ".join(part for part in ("this plan" if this else "", said) if part)
-    return "this" if this else "", {**cells, "": _cell(note, "text")}
+    note = ". ".join(part for part in ("this plan" if this else "", remark) if part)
+    return "this" if this else "", {**cells, "": Cell(note, "text")}
 
 
-_NOTHING = ("", "-")
-"""Cells without content; a column of them is left out."""
-
-
-def _table(label: str, rows: Sequence[Row]) -> str:
+def _table(label: str, rows: Sequence[Row]) -> Table:
+    """Returns a table without the columns that have no content."""
     first, *others = rows[0][1]
-    used = [first, *(name for name in others if any(cells[name][0] not in _NOTHING for _, cells in rows))]
-    rows = [(kind, {name: cells[name] for name in used}) for kind, cells in rows]
-    names = [escape(name) for name in used]
-    top = "".join(f'<th scope="col">{name}</th>' for name in names)
-    body = []
-    for kind, cells in rows:
-        own, *rest = cells.values()
-        line = f'<th scope="row">{own[0]}</th>' + "".join(
-            f'<td{_class(kind)} data-label="{name}">{text}</td>' for name, (text, kind) in zip(names[1:], rest, strict=True)
-        )
-        body.append(f"<tr{_class(kind)}>{line}</tr>")
-    return (
-        f'<div class="table" tabindex="0" role="region" aria-label="{escape(label)}"><table><thead><tr>{top}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
-    )
-
-
-def _class(kind: str) -> str:
-    return f' class="{kind}"' if kind else ""
-
-
-def _cell(value: Any, kind: str = "") -> Cell:
-    return escape(value), kind
-
-
-_LEVELS = {**BADGES, "roomy": ""}
-"""Class of a cell by how full a device is."""
+    used = [first, *(name for name in others if any(cells[name].text not in ("", "-") for _, cells in rows))]
+    return Table(label, used, [(kind, [cells[name] for name in used]) for kind, cells in rows])
 
 
 def _share(value: float, level: str = "") -> Cell:
-    width = 100 * min(1.0, max(0.0, value))
-    bar = f'<svg class="{f"meter {level}".strip()}" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
-    return f'{escape(percent(value))}{bar}<rect width="{width:.1f}" height="10"/></svg>', f"share {level}".strip()
+    return Cell(percent(value), f"share {level}".strip(), min(1.0, max(0.0, value)))
 
 
 def _samples(count: int) -> str:

@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.compare_table import print_comparison, to_csv
 from rlplace.cli.models import capture_model, check_agent, compile_first, costs_of, load_problem, microbatch, price_model
@@ -173,7 +173,7 @@ def _model_case(
 
     def ask() -> SearchProblem:
         costs, samples = costs_of(options, machine), captured().graph.samples
-        pricing = {"costs": costs, "host": options.host_mode}
+        pricing: dict[str, Any] = {"costs": costs, "host": options.host_mode}
         return question_of(captured(), machine, samples, space=None, fixed={}, planner=CLASSICAL, **pricing)
 
     return Case(model, text, lambda: price_model(captured(), machine, options).first, ask if whole else None)

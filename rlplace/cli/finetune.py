@@ -74,14 +74,14 @@ def run(options: FinetuneOptions) -> int:
 
     log = RunLog(options.log)
     if options.model is not None:
-        _session(options, log)
+        _session(options.model, options, log)
     if options.export_runs:
         write_shared(options.export_runs, log.runs)
         say(f"wrote {options.export_runs}")
     return 0
 
 
-def _session(options: FinetuneOptions, log: Any) -> None:
+def _session(model: str, options: FinetuneOptions, log: Any) -> None:
     from rlplace.measure.session import Session, launcher, local_command
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run in progress is ended, too
@@ -90,7 +90,7 @@ def _session(options: FinetuneOptions, log: Any) -> None:
     launch = launcher(command, machine, timeout_s=options.timeout)
     note_machine(options.cluster, machine)
     others = _others(options, machine)
-    planned = _planned(options, machine)
+    planned = _planned(model, options, machine)
     say("choosing what may be worth a run")
     session = Session(planned, launch, log=log, rule=options.rule, seed=options.seed, site=options.site, elsewhere=others)
     if session.belief.observations:
@@ -103,7 +103,7 @@ def _session(options: FinetuneOptions, log: Any) -> None:
 
 
 def _others(options: FinetuneOptions, machine: Cluster) -> tuple[Run, ...]:
-    """Runs elsewhere that tell of this cluster."""
+    """Reads the runs elsewhere that hold for this cluster."""
     if not options.others:
         return ()
     from rlplace.measure.log import read_runs
@@ -115,24 +115,25 @@ def _others(options: FinetuneOptions, machine: Cluster) -> tuple[Run, ...]:
     return found
 
 
-def _planned(options: FinetuneOptions, machine: Cluster) -> Planned:
+def _planned(model: str, options: FinetuneOptions, machine: Cluster) -> Planned:
     """Returns the planner's answer with the priced model."""
     from rlplace.api import CLASSICAL, FIXED, default_batch, plan_model
     from rlplace.planned import Planned
 
-    fixed = {name: getattr(options, name, None) for name in FIXED}
-    costs = costs_of(options, machine)
-    batch, samples = asked_batch(options.model, options)
+    asked: dict[str, Any] = {
+        "space": options.space,
+        "fixed": {name: getattr(options, name, None) for name in FIXED},
+        "planner": CLASSICAL,
+        "costs": costs_of(options, machine),
+        "host": options.host_mode,
+    }
+    batch, samples = asked_batch(model, options)
     batch = batch or default_batch(machine)
     compile_first("strategy")
-    captured = capture_sizes(options.model, options, samples)
-    began_s, pricing = time.monotonic(), {"costs": costs, "host": options.host_mode}
-    plan, _ = plan_model(
-        captured, machine, space=options.space, fixed=fixed, planner=CLASSICAL, batch=batch,
-        began_s=began_s, time_limit_s=options.time_limit, seed=options.seed, **pricing,
-    )  # fmt: skip
-    asked = {"space": options.space, "fixed": fixed, "planner": CLASSICAL}
-    return Planned(plan, machine, search_problem=question_of(captured, machine, batch, **pricing, **asked))
+    captured = capture_sizes(model, options, samples)
+    clock = {"began_s": time.monotonic(), "time_limit_s": options.time_limit}
+    plan, _ = plan_model(captured, machine, batch=batch, seed=options.seed, **clock, **asked)
+    return Planned(plan, machine, search_problem=question_of(captured, machine, batch, **asked))
 
 
 def _strategy(plan: PlacementPlan) -> Any:

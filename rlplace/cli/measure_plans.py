@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -60,7 +60,7 @@ def _measure(options: MeasureOptions, device: torch.device) -> PlanTimings:
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    plans = [(path, PlacementPlan.load(path)) for path in options.plans]
+    plans = [(path, PlacementPlan.load(path)) for path in options.plans or ()]
     recipe = Planned(plans[0][1]).recipe
     for path, plan in plans:
         if replace(Planned(plan).recipe, batch=recipe.batch) != recipe:
@@ -69,7 +69,7 @@ def _measure(options: MeasureOptions, device: torch.device) -> PlanTimings:
         if plan.strategy is not None and needed != processes:
             raise InputError(f"measure: {path} needs {needed} processes, the job has {processes}")
     problems = _problems(options, [plan for _, plan in plans])
-    limits = {"warmup": options.warmup, "repeats": options.repeats, "limit_s": options.time_limit}
+    limits: dict[str, Any] = {"warmup": options.warmup, "repeats": options.repeats, "limit_s": options.time_limit}
     timer = plan_timer(recipe.build("cpu", 0), device, optimizer=recipe.optimizer, **limits)
     done: list[PlanTiming] = []
     environment = _environment(device)
@@ -88,7 +88,7 @@ def _measure(options: MeasureOptions, device: torch.device) -> PlanTimings:
 
 def _trace(options: MeasureOptions, rank: int, path: str) -> str | None:
     """Returns the path of this process's trace of a plan: of the first plan only, one file a process."""
-    if not options.trace or path != options.plans[0]:
+    if not options.trace or not options.plans or path != options.plans[0]:
         return None
     return str(options.trace) if rank == 0 else str(Path(options.trace).with_suffix(f".rank{rank}.json"))
 

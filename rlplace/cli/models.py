@@ -107,7 +107,7 @@ def capture_model(model: str, options: ModelOptions, samples: int) -> CapturedMo
     """Builds a model and captures its training step for a number of samples; see `rlplace.cli.capture_cache`."""
     from rlplace.api import CapturedModel
 
-    sizes = {"seq": options.seq, "dtype": options.dtype}
+    sizes: dict[str, Any] = {"seq": options.seq, "dtype": options.dtype}
 
     def of_model(kind: str, asked: Mapping[str, Any], make: Callable[[], T]) -> T:
         with contextlib.redirect_stdout(sys.stderr):  # output of a user's model is no result

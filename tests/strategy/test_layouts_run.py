@@ -19,9 +19,10 @@ from rlplace.model.zoo import load_model
 from rlplace.plan.strategy import Stage, Strategy
 from rlplace.runtime.strategy.blocks import units
 from rlplace.runtime.strategy.capture import capture as capture_blocks
+from rlplace.runtime.strategy.cut import cut
 from rlplace.runtime.strategy.facts import facts_of
 from rlplace.runtime.strategy.mesh import AXES, MeshPlace
-from rlplace.runtime.strategy.model_layouts import find_layouts, lay_out
+from rlplace.runtime.strategy.model_layouts import find_layouts, lay_out, stay_parts
 from rlplace.runtime.strategy.why_not import judge, why_not
 from rlplace.strategy.blocks.blocks import find_blocks
 from rlplace.strategy.blocks.price import PricedBlocks
@@ -104,9 +105,9 @@ def test_what_is_priced_is_what_runs(spec):
     of_op = find_blocks(graph).of_op
     for sequence_parallel in (False, True)[: 1 + along]:
         for degree in (2, 4, 8):
-            cut = Cut(graph.samples, degree, sequence_parallel)
-            assert blocks.why_not(cut) is None, degree
-            words = {path: plain_word(word) for own in blocks.modules(cut).values() for path, word in own.items()}
+            way = Cut(graph.samples, degree, sequence_parallel)
+            assert blocks.why_not(way) is None, degree
+            words = {path: plain_word(word) for own in blocks.modules(way).values() for path, word in own.items()}
             assert {path: word for path, word in words.items() if word not in ("vocabulary", "sequence")} == {
                 path: word for path, word in runs.items() if word != "vocabulary"
             }
@@ -115,6 +116,26 @@ def test_what_is_priced_is_what_runs(spec):
             for item in layout.collectives:
                 priced[item.when][COLLECTIVE_KINDS[item.kind], moved_bytes(layout, item, graph.tensor_bytes)] += 1
             assert sent(spec, degree, sequence_parallel, dict(layout.modules)) == priced, (degree, sequence_parallel)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_bytes_between_stages_are_those_that_are_priced(sequence_parallel):
+    model, graph, facts = asked(MODELS[0].replace("n_layer=1", "n_layer=3"))
+    blocks = PricedBlocks(graph, "a100-80g:8", only=judge(facts)[1])
+    captured = capture_blocks(model.module, model.example_inputs)
+    stages = [
+        {"blocks": [name], "devices": [2 * n, 2 * n + 1], "mesh": {"tensor": 2}, "sequence_parallel": sequence_parallel}
+        for n, name in enumerate(blocks.names)
+    ]
+    strategy = {"batch": 16, "microbatch": [2], "microbatches": [8], "schedule": "1f1b", "stages": stages}
+    pipeline = Strategy.from_dict(strategy).pipelines[0]
+    assert stay_parts(captured, pipeline, find_layouts(captured.units, captured.calls)) == sequence_parallel
+    cuts = cut(captured, [[name] for name in blocks.names])
+    sent = [sum(value.nbytes for value in stage.given if value.requires_grad) for stage in cuts]
+    priced = blocks.passes(0, Cut(graph.samples, 2, sequence_parallel)).returned_bytes.tolist()
+    layers = [n for n, name in enumerate(blocks.names) if ".h." in name]
+    assert [sent[n] for n in layers] == [priced[n] for n in layers]
+    assert sent[layers[0]] == 2 * 16 * 64 * 4 // (1 + sequence_parallel)
 
 
 def test_norms_of_heads_are_local():

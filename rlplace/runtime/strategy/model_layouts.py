@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from rlplace.errors import InputError
 from rlplace.model.capture.export import is_random, module_path
 from rlplace.model.capture.fake import fake_copy, fake_inputs, new_fake_mode
 from rlplace.model.torch_adapter import pytree
-from rlplace.plan.strategy import Stage
+from rlplace.plan.strategy import Pipeline, Stage
 from rlplace.runtime.strategy.capture import UnitGraph
 from rlplace.runtime.strategy.cuts import (
     SEQUENCE,
@@ -225,9 +226,24 @@ def _part_of(shape: Sequence[int], cut: int | None, degree: int) -> list[int]:
 
 
 def lay_out(
-    place: MeshPlace, stage: Stage, found: ModelLayouts, units: Mapping[str, nn.Module], captured: UnitGraph | None
+    place: MeshPlace,
+    stage: Stage,
+    found: ModelLayouts,
+    units: Mapping[str, nn.Module],
+    captured: UnitGraph | None,
+    *,
+    across: bool = False,
 ) -> None:
-    """Puts the layouts of some units in place; the captured forward matters for sequence parallelism alone."""
+    """Puts the layouts of some units in place; the captured forward matters for sequence parallelism alone.
+
+    Args:
+        place: Coordinates of this process.
+        stage: The stage of the strategy.
+        found: The layouts.
+        units: The units of the stage.
+        captured: The forward of the whole model.
+        across: Whether activations cross between stages in parts (`stay_parts`).
+    """
     degree = stage.axis("tensor")
     layouts = TensorParallel(place.mesh["tensor"], stage.sequence_parallel, place.device)
     # A plan's words may leave a vocabulary whole; names of one table are laid out together.
@@ -244,19 +260,42 @@ def lay_out(
     if not stage.sequence_parallel or captured is None:
         return
     # Activations are split where a run of blocks begins, and joined where it ends.
-    inside = [node for node in captured.graph.nodes if node.op == "call_module" and node.target in units]
-    inside = [node for node in inside if node.target in found.blocks]
-    after = {node: _next_block(node, inside) for node in inside}
+    after = {
+        node: read
+        for node, (_, read) in _runs(captured, found.blocks if across else found.blocks.keys() & units.keys()).items()
+    }
+    for node, read in after.items():
+        if node.target in units and node not in after.values():
+            layouts.split(units[str(node.target)], _activation(captured.calls[str(node.target)]).shape[-1])
+        if node.target in units and read is None:
+            layouts.join(units[str(node.target)])
+
+
+def stay_parts(captured: UnitGraph, pipeline: Pipeline, found: ModelLayouts) -> bool:
+    """Gives activations that cross between stages in parts the shapes of parts; returns whether there are any.
+
+    Raises:
+        InputError: The degree does not divide the positions.
+    """
+    degrees = {(stage.axis("tensor"), stage.sequence_parallel) for stage in pipeline.stages}
+    degree, along_sequence = next(iter(degrees))
+    if len(degrees) > 1 or not along_sequence:
+        return False
+    for value in (value for value, read in _runs(captured, found.blocks).values() if read is not None):
+        whole = value.meta["val"]
+        if whole.shape[SEQUENCE] % degree:
+            raise InputError(f"native: {whole.shape[SEQUENCE]} positions cannot be split over {degree} processes; pad them")
+        value.meta["val"] = torch.empty(_part_of(whole.shape, SEQUENCE, degree), dtype=whole.dtype, device="meta")
+    return True
+
+
+def _runs(captured: UnitGraph, blocks: Collection[str]) -> dict[fx.Node, tuple[fx.Node, fx.Node | None]]:
+    """Returns the activation of each block, and the one block that reads it; None where another op reads it, too."""
+    inside = [node for node in captured.graph.nodes if node.op == "call_module" and node.target in blocks]
+    found: dict[fx.Node, tuple[fx.Node, fx.Node | None]] = {}
     for node in inside:
-        if node not in after.values():
-            layouts.split(units[node.target], _activation(captured.calls[node.target]).shape[-1])
-        if after[node] is None:
-            layouts.join(units[node.target])
-
-
-def _next_block(node: fx.Node, inside: Sequence[fx.Node]) -> fx.Node | None:
-    """Returns the one block that reads a block's result, None where another op reads it too."""
-    readers = list(node.users)
-    if len(readers) == 1 and readers[0].op == "call_function" and readers[0].args == (node, 0):
-        readers = list(readers[0].users)
-    return readers[0] if len(readers) == 1 and readers[0] in inside else None
+        value, readers = node, list(node.users)
+        if len(readers) == 1 and readers[0].op == "call_function" and readers[0].args == (node, 0):
+            value, readers = readers[0], list(readers[0].users)
+        found[node] = value, readers[0] if len(readers) == 1 and readers[0] in inside else None
+    return found

@@ -28,7 +28,7 @@ from rlplace.runtime.strategy.cut import StageGraph, cut, same_held, stage_modul
 from rlplace.runtime.strategy.facts import model_facts
 from rlplace.runtime.strategy.gather import GatheredForward
 from rlplace.runtime.strategy.mesh import MeshPlace, check_same, find_place
-from rlplace.runtime.strategy.model_layouts import ModelLayouts, find_layouts, lay_out
+from rlplace.runtime.strategy.model_layouts import ModelLayouts, find_layouts, lay_out, stay_parts
 from rlplace.runtime.strategy.pipeline import PipelineRun, Recorded, StageModule
 from rlplace.runtime.strategy.strategy_model import StrategyModel
 from rlplace.runtime.strategy.why_not import minor_version, why_not
@@ -124,7 +124,7 @@ def _pipelined(
     if (joined := pipeline.data_degree // place.data_degree) > 1:
         inputs = repeated(inputs, joined, pipeline.microbatch[0])
     dtype = None if mixed_precision is None else mixed_precision.param_dtype
-    captured, stages = _cut(model, inputs, pipeline, dtype)
+    captured, across, stages = _cut(model, inputs, pipeline, dtype, layouts)
     ties = StageTies(names, pipeline, stages, place)
     bodies = {number: stage_module(captured, stages[number], place.device).to(place.device) for number in place.stages}
     for path in uncalled(captured, blocks) if 0 in bodies else ():  # no step trains them; they are kept for checkpoints
@@ -140,11 +140,11 @@ def _pipelined(
         own = {id(module) for module in root.modules()}
         inside = {path: module for path, module in captured.units.items() if id(module) in own}
         if layouts is not None and pipeline.stages[number].axis("tensor") > 1:
-            lay_out(place, pipeline.stages[number], layouts, inside, captured)
+            lay_out(place, pipeline.stages[number], layouts, inside, captured, across=across)
         wrap_stage(root, inside, pipeline.stages[number], place, pipelined=True, mixed_precision=mixed_precision)
 
     def record(inputs: Batch) -> Recorded:
-        again, recut = _cut(meta, inputs, pipeline, dtype)
+        again, _, recut = _cut(meta, inputs, pipeline, dtype, layouts)
         same_held(again, captured, place.device)
         return Recorded(again, recut, {number: stage_module(again, recut[number], place.device) for number in place.stages})
 
@@ -153,7 +153,9 @@ def _pipelined(
     return {"bodies": bodies, "runner": runner, "roots": list(roots.values()), "ties": ties, "tied": names}
 
 
-def _cut(model: nn.Module, inputs: Batch, pipeline: Pipeline, dtype: torch.dtype | None) -> tuple[UnitGraph, list[StageGraph]]:
+def _cut(
+    model: nn.Module, inputs: Batch, pipeline: Pipeline, dtype: torch.dtype | None, layouts: ModelLayouts | None
+) -> tuple[UnitGraph, bool, list[StageGraph]]:
     """Records a forward whose parameters have the dtype that passes compute in, so that it shows what stages send."""
     named = [stage.blocks for stage in pipeline.stages]
     kept = [(p, p.data) for p in model.parameters() if dtype is not None and p.is_floating_point()]
@@ -164,7 +166,8 @@ def _cut(model: nn.Module, inputs: Batch, pipeline: Pipeline, dtype: torch.dtype
     finally:
         for parameter, value in kept:
             parameter.data = value
+    across = layouts is not None and stay_parts(captured, pipeline, layouts)
     stages = cut(captured, named)
     if minor_version(torch.__version__) < (2, 13) and any(not value.requires_grad for stage in stages for value in stage.taken):
         raise InputError("native: a value without a gradient crosses from stage to stage, which needs torch 2.13; upgrade it")
-    return captured, stages
+    return captured, across, stages

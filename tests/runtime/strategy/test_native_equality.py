@@ -47,13 +47,25 @@ CASES = {
     "gathered again, blocks read from outside": ("lent", flat("lent", {"replicate": 2, "shard": 2}, 3)),
     "1f1b, blocks that look at values": ("own", chain("own", HALVES, "1f1b", **SHARED)),
     "1f1b, copies of blocks that look at values": ("own", chain("own", HALVES, "1f1b", **COPIES)),
+    "parts of the sequence between stages": (
+        "gpt2", chain("gpt2", HALVES, "1f1b", mesh={"tensor": 2}, sharding=0, sequence_parallel=True),
+    ),
+    "parts of the sequence in a v": (
+        "llama", chain("llama", TURN, "zbv", mesh={"tensor": 2}, sharding=0, sequence_parallel=True),
+    ),
     "norms of heads": ("qwen3", flat("qwen3", {"replicate": 2, "tensor": 2}, 0, recompute="full")),
     "norms of heads along the sequence": ("qwen3", flat("qwen3", {"shard": 2, "tensor": 2}, 3, sequence_parallel=True)),
     "halves that read one norm": ("phi", flat("phi", {"shard": 2, "tensor": 2}, 1, recompute="selective")),
     "both ways in a v, shared": ("llama", chain("llama", TURN, "dualpipev", **SHARED)),
 }  # fmt: skip
 
-FROM_2_13 = ("1f1b, tied three times", "unlike axes in a v", "both ends of a v on one, tied", "both ways in a v, shared")
+FROM_2_13 = (
+    "1f1b, tied three times",
+    "parts of the sequence in a v",
+    "unlike axes in a v",
+    "both ends of a v on one, tied",
+    "both ways in a v, shared",
+)
 """Refused before: stages in a v, values without a gradient between stages."""
 
 if minor_version(torch.__version__) < (2, 13):
@@ -61,7 +73,7 @@ if minor_version(torch.__version__) < (2, 13):
 
 QUICK = (
     "unlike micro-batches", "1f1b, unlike micro-batches", "unlike axes in a loop, tied", "norms of heads",
-    "norms of heads along the sequence", "halves that read one norm",
+    "norms of heads along the sequence", "halves that read one norm", "parts of the sequence between stages",
     "gathered again, blocks that look at values",
 )  # fmt: skip
 

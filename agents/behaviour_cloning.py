@@ -21,11 +21,10 @@ from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.policies import Policy, narrowed
 from rlplace.agents.problems.cases import ProblemCase
 from rlplace.agents.search import GuidedSearch
-from rlplace.envs.construction import CONSTRUCTION_FEATURES, NUM_CONSTRUCTION
+from rlplace.envs.construction import CONSTRUCTION_FEATURES, NUM_CONSTRUCTION, construct, construction_bank, construction_state
 from rlplace.envs.guide.features import FEATURES
 from rlplace.envs.instance import Instance, make_instance, side_by_side
 from rlplace.envs.observation import GraphArrays, graph_arrays
-from rlplace.envs.vector.construct import builds_for, construct, plots_of
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.files import write_bytes
 from rlplace.placement.common.evaluate import PlanEvaluator
@@ -117,15 +116,15 @@ def quick_plan(problem: Problem) -> NDArray[np.int32] | None:
 def demonstration_of(instance: Instance, plan: NDArray[np.int32]) -> Demonstration:
     """Returns the decisions that build a feasible plan: a branch at a time, and branches side by side."""
     both = (instance, side_by_side(instance))
-    plots, builds = tuple(plots_of(both)), builds_for(2, *instance.allowed.shape)
-    builds.instance[:] = (0, 1)
+    bank, state = tuple(construction_bank(both)), construction_state(2, *instance.allowed.shape)
+    state.instance[:] = (0, 1)
     rows, actions, found = np.arange(2), np.zeros(2, dtype=np.int64), []
-    construct(plots, tuple(builds), rows, actions, True)
+    construct(bank, tuple(state), rows, actions, True)
     for _ in range(len(plan)):
-        group = builds.group[:, 0].copy()
+        group = state.group[:, 0].copy()
         actions[:] = plan[group]
-        found.append((builds.table.astype(np.float16), group, builds.legal.copy(), actions.copy()))
-        construct(plots, tuple(builds), rows, actions, False)
+        found.append((state.table.astype(np.float16), group, state.legal.copy(), actions.copy()))
+        construct(bank, tuple(state), rows, actions, False)
     columns = (torch.from_numpy(np.concatenate(column)) for column in zip(*found, strict=True))
     return Demonstration(*map(torch.from_numpy, graph_arrays(instance)), *columns)
 

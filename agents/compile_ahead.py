@@ -18,7 +18,7 @@ PLACEMENT, STRATEGY = "placement", "strategy"
 # What has a function `warm_up` that compiles, and the kernel that it compiles last.
 _PARTS = {
     PLACEMENT: (
-        ("rlplace.agents.planner", "rlplace.envs.vector.construct:construct"),
+        ("rlplace.agents.planner", "rlplace.envs.construction:construct"),
         ("rlplace.placement.search", "rlplace.placement.published.compiler.nets:_match"),
     ),
     STRATEGY: (

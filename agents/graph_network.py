@@ -22,10 +22,9 @@ from torch.nn import functional
 
 from rlplace.agents.policies import Policy, narrowed
 from rlplace.envs.base import PLACEMENT, greedy_fit
-from rlplace.envs.construction import CONSTRUCTION_FEATURES
+from rlplace.envs.construction import CONSTRUCTION_FEATURES, RUNNING, construct, construction_bank, construction_state
 from rlplace.envs.instance import Instance, make_instance, side_by_side
 from rlplace.envs.observation import EDGE_FEATURES, NUM_NODE_FEATURES, GraphArrays, graph_arrays
-from rlplace.envs.vector.construct import RUNNING, builds_for, construct, plots_of
 from rlplace.problem.generate import random_problem
 
 _TIMES = ("finish_delay", "imbalance_change", "work", "communication_after")
@@ -198,13 +197,13 @@ def built(policy: Policy, instance: Instance, count: int, *, seed: int = 0, dead
     """
     both = (instance, side_by_side(instance))
     policy.know([graph_arrays(instance)] * 2)
-    plots, builds = tuple(plots_of(both)), builds_for(count, *instance.allowed.shape)
-    builds.instance[:] = np.arange(count) % 2
-    rows, actions, state = np.arange(count), np.zeros(count, dtype=np.int64), tuple(builds)
-    construct(plots, state, rows, actions, True)
-    shown = {"candidates": builds.table, "candidate_group": builds.group, "context": builds.context, "legal": builds.legal}
+    bank, state = tuple(construction_bank(both)), construction_state(count, *instance.allowed.shape)
+    state.instance[:] = np.arange(count) % 2
+    rows, actions, changed = np.arange(count), np.zeros(count, dtype=np.int64), tuple(state)
+    construct(bank, changed, rows, actions, True)
+    shown = {"candidates": state.table, "candidate_group": state.group, "context": state.context, "legal": state.legal}
     seen = {name: torch.from_numpy(value) for name, value in shown.items()}  # they follow what `construct` writes
-    seen["graph"] = torch.from_numpy(builds.instance)[:, None]
+    seen["graph"] = torch.from_numpy(state.instance)[:, None]
     random = torch.Generator().manual_seed(seed % (1 << 63))
     begin_s, since, groups, made = time.monotonic(), 0, instance.problem.num_groups, count
     with torch.inference_mode():
@@ -215,21 +214,21 @@ def built(policy: Policy, instance: Instance, count: int, *, seed: int = 0, dead
             left_s = _HOPE * (groups - placed) * (now_s - begin_s) / (placed - since) if placed - since >= _PROBE else 0.0
             if now_s + left_s > deadline_s:
                 if made <= 2 or now_s > deadline_s:
-                    return builds.plan[:0]
+                    return state.plan[:0]
                 rows, made, begin_s, since = rows[rows < 2], 2, now_s, placed
             if not len(rows):
                 break
             if placed % _PROBE == 0 and made > 2:
-                noise = _gumbel(_PROBE, builds.legal.shape, random)
+                noise = _gumbel(_PROBE, state.legal.shape, random)
             now = slice(None) if len(rows) == count else torch.from_numpy(rows)
             shown_now = seen if len(rows) == count else {name: value[now] for name, value in seen.items()}
             logits = policy.decide(narrowed(shown_now, policy.features, CONSTRUCTION_FEATURES))
             if made > 2:
                 logits = logits + noise[placed % _PROBE, now]
             actions[rows] = torch.where(shown_now["legal"], logits, -torch.inf).argmax(dim=1).numpy()
-            construct(plots, state, rows, actions, False)
-            rows = rows[builds.status[rows] == RUNNING]
-    return np.where(builds.plan >= 0, builds.plan, greedy_fit(instance))[:made].astype(np.int32)
+            construct(bank, changed, rows, actions, False)
+            rows = rows[state.status[rows] == RUNNING]
+    return np.where(state.plan >= 0, state.plan, greedy_fit(instance))[:made].astype(np.int32)
 
 
 def _gumbel(times: int, shape: tuple[int, ...], random: torch.Generator) -> Tensor:

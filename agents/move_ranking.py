@@ -145,7 +145,7 @@ def _descend(
 ) -> list[tuple[NDArray[np.float16], NDArray[np.float32]]]:
     """Returns features and changes of the moves of `states` plans along one descent with occasional random moves."""
     rows = []
-    plan, moves = np.array(start, dtype=np.int32), len(guide.kinds)
+    plan, moves = np.array(start, dtype=np.int32), len(guide.table)
     for _ in range(states):
         if guide.simulator.evaluate(plan)[0] == np.inf:
             break

@@ -110,7 +110,7 @@ class Policy(nn.Module):
         observation = {
             "device_of_group": torch.from_numpy(state.plan),
             "candidates": moves.reshape(-1),
-            "candidate_group": torch.from_numpy(guide.groups[guide.ptr[:count]]),
+            "candidate_group": torch.from_numpy(guide.moves.groups[guide.moves.ptr[:count]]),
             "context": torch.from_numpy(context_vector(guide.instance, [1.0, 0.0, 0.0, load_s])),
         }
         return self.look({name: value[None] for name, value in observation.items()})[0][0]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.policies import Policy, candidate_columns, narrowed
 from rlplace.envs.base import ENVIRONMENTS
-from rlplace.envs.vector.base import PlacerVectorEnv
+from rlplace.envs.vector import PlacerVectorEnv
 from rlplace.errors import InputError
 
 

@@ -29,7 +29,7 @@ from rlplace.agents.problems.sources import CaseSource
 from rlplace.envs.base import CLUSTER, PLACEMENT, REFINEMENT, STRATEGY
 from rlplace.envs.instance import make_instance, side_by_side
 from rlplace.envs.observation import GraphArrays, graph_arrays
-from rlplace.envs.vector.base import PlacementVectorEnv, RefinementVectorEnv
+from rlplace.envs.vector import PlacementVectorEnv, RefinementVectorEnv
 from rlplace.errors import InputError
 
 MOST_MISSES = 50

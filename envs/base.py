@@ -21,7 +21,7 @@ from rlplace.simulator import simulate
 from rlplace.text import bytes_text, seconds_text
 
 if TYPE_CHECKING:
-    from rlplace.envs.vector.batch import Batch
+    from rlplace.envs.batch import Batch
 
 ENVIRONMENTS = PLACEMENT, REFINEMENT, STRATEGY, CLUSTER = (
     "rlplace/Placement-v0", "rlplace/Refinement-v0", "rlplace/Strategy-v0", "rlplace/Cluster-v0",

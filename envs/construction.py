@@ -1,113 +1,306 @@
-"""List-scheduling features of the devices for the next group of a plan that is built group by group, compiled.
+"""Steps of many placement environments in one compiled call, and list-scheduling features of the devices for the next group.
 
 Times are divided by the instance's `ideal_s`, bytes by the memory limit of the device, and everything is clipped to
-[-`CLIP`, `CLIP`]. Axes: D devices, G groups.
+[-`CLIP`, `CLIP`]. Axes: I instances, N environments, F features; G groups, D devices of an instance or of the spaces.
 """
 
+# Compiled functions take their types from their arguments.
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlplace.compiled import inner
+from rlplace.compiled import entry, inner, stamp_of
+from rlplace.envs import bank as banks
+from rlplace.envs.bank import bank_of, cutter
+from rlplace.envs.base import static_context
 from rlplace.envs.guide.features import CLIP
 from rlplace.envs.instance import Instance
-from rlplace.envs.observation import memory_pressure
+from rlplace.envs.observation import NUM_CONTEXT, memory_pressure
 
-CONSTRUCTION_FEATURES = (
-    "finish_delay",  # earliest finish of the group on the device minus that on the best allowed device
-    "load_after",  # work on the device with the group
-    "imbalance_change",  # growth of the largest load of all devices
-    "work",  # mean time of the group
-    "slowdown",  # log of its time on the device over its mean time
-    "communication_after",  # transfer seconds between the group and what is placed on other devices
-    "affinity",  # share of all bytes that it exchanges that would stay on the device
-    "memory_after",  # provable bytes on the device with the group; 0 without limit
-    "tensors_after",  # bytes of parameters and of all tensors made on the device with the group; 0 without limit
-    "tensors_over_even",  # that minus what the same share of the graph would fill everywhere
-    "criticality",  # static: longest path through the group over the longest path
-    "depth",  # where in the step the group starts
-    "plan_progress",  # share of the groups that are placed
-    "plan_load",  # largest load of a device
-    "plan_devices",  # over 8
-    "plan_groups",  # log2 over 8
-    "plan_pressure",  # provable bytes of all groups over all memory
-    "plan_tensors",  # bytes of parameters and of all tensors over all memory; 0 without limit
-    "plan_side_by_side",  # whether branches are placed beside one another, not one after another
-)
+RUNNING, PLACED, STUCK, ILLEGAL = range(4)
+"""Status of an environment; STUCK has no legal device for the next group."""
+
+
+class ConstructionColumns(NamedTuple):
+    """Columns of a candidate: the next group on a device."""
+
+    finish_delay: int  # earliest finish of the group on the device minus that on the best allowed device
+    load_after: int  # work on the device with the group
+    imbalance_change: int  # growth of the largest load of all devices
+    work: int  # mean time of the group
+    slowdown: int  # log of its time on the device over its mean time
+    communication_after: int  # transfer seconds between the group and its neighbours on other devices
+    affinity: int  # share of all bytes that it exchanges that would stay on the device
+    memory_after: int  # provable bytes on the device with the group; 0 without limit
+    tensors_after: int  # bytes of parameters and of all tensors made on the device with the group; 0 without limit
+    tensors_over_even: int  # that minus the filling of every device by the same share of the graph
+    criticality: int  # static: longest path through the group over the longest path
+    depth: int  # where in the step the group starts
+    plan_progress: int  # share of the groups that are placed
+    plan_load: int  # largest load of a device
+    plan_devices: int  # over 8
+    plan_groups: int  # log2 over 8
+    plan_pressure: int  # provable bytes of all groups over all memory
+    plan_tensors: int  # bytes of parameters and of all tensors over all memory; 0 without limit
+    plan_side_by_side: int  # whether branches are placed beside one another, not one after another
+
+
+CONSTRUCTION_FEATURES = ConstructionColumns._fields
 NUM_CONSTRUCTION = len(CONSTRUCTION_FEATURES)
+COLUMN = ConstructionColumns(*range(NUM_CONSTRUCTION))
 
 
-def static_features(instance: Instance) -> list[float]:
-    """Returns the last of `CONSTRUCTION_FEATURES`, and the bytes of parameters and tensors."""
-    devices, groups, memory = instance.problem.num_devices, instance.problem.num_groups, float(instance.limit_bytes.sum())
-    made_bytes = float(instance.made_bytes.sum())
-    tensors = made_bytes / memory if 0 < memory < math.inf else 0.0
+class GroupTables(NamedTuple):
+    """Arrays of one instance, see `rlplace.envs.instance.Instance`."""
+
+    order: Any  # int32 [G]
+    allowed: Any  # bool [G, D]
+    time_s: Any  # float64 [G, D]
+    mean_time_s: Any  # float64 [G]
+    neighbor_ptr: Any  # int64 [G + 1]
+    neighbor: Any  # int32 [.]
+    neighbor_bytes: Any  # float64 [.]
+    seconds_per_byte: Any  # float64 [D, D]
+    latency_s: Any  # float64 [D, D]
+    criticality: Any  # float64 [G]
+    depth: Any  # float64 [G]
+    resident_bytes: Any  # float64 [G]
+    pinned_bytes: Any  # float64 [G]
+    footprint_bytes: Any  # float64 [G]
+    limit_bytes: Any  # float64 [D]
+    made_bytes: Any  # float64 [G]
+
+
+_tables_of = cutter(GroupTables, allowed=2, time_s=2, seconds_per_byte=2, latency_s=2)
+
+
+class ConstructionBank(NamedTuple):
+    """Constants of the instances."""
+
+    shape: Any  # int64 [I, 2], groups and devices
+    context: Any  # float32 [I, 3]
+    static: Any  # float64 [I, 5], the columns from `plan_devices` on
+    made_bytes: Any  # float64 [I], of all groups
+    ideal_s: Any  # float64 [I]
+    tables: Any  # bank of `GroupTables`
+    layout: Any
+
+
+class ConstructionState(NamedTuple):
+    """Memory and observations of the environments; D and G as in the spaces."""
+
+    instance: Any  # int64 [N]
+    plan: Any  # int32 [N, G], -1 not placed or padding
+    placed: Any  # int64 [N]
+    load_s: Any  # float64 [N, D]
+    pinned_bytes: Any  # float64 [N, D]
+    resident_bytes: Any  # float64 [N, D]
+    footprint_bytes: Any  # float64 [N, D]
+    made_bytes: Any  # float64 [N, D]
+    free_s: Any  # float64 [N, D], when each device is free
+    need_bytes: Any  # float64 [N, D], provable bytes with the next group
+    finish_s: Any  # float64 [N, G], of placed groups
+    next_s: Any  # float64 [N, D], earliest finish of the next group
+    table: Any  # float32 [N, D * F]
+    group: Any  # int32 [N, D]
+    legal: Any  # bool [N, D]
+    context: Any  # float32 [N, 8]
+    overflow: Any  # float64 [N], of an illegal action
+    status: Any  # int8 [N], see RUNNING
+
+
+def construction_bank(instances: Sequence[Instance]) -> ConstructionBank:
+    """Returns the constants of instances."""
+    tables = [
+        GroupTables(
+            one.order, one.allowed, one.graph.time_s, one.graph.mean_time_s, one.graph.neighbor_ptr,
+            one.graph.neighbor, one.neighbor_bytes, one.seconds_per_byte, one.latency_s, one.criticality, one.depth,
+            one.problem.resident_bytes.astype(np.float64), one.pinned_bytes, one.footprint_bytes, one.limit_bytes,
+            one.made_bytes,
+        )
+        for one in instances
+    ]  # fmt: skip
+    return ConstructionBank(
+        np.array([one.allowed.shape for one in instances], dtype=np.int64),
+        np.clip([static_context(one) for one in instances], -CLIP, CLIP).astype(np.float32),
+        np.array([_static(one) for one in instances]),
+        np.array([float(one.made_bytes.sum()) for one in instances]),
+        np.array([one.ideal_s for one in instances]),
+        *bank_of(tables),
+    )
+
+
+def _static(instance: Instance) -> list[float]:
+    groups, devices = instance.allowed.shape
+    memory = float(instance.limit_bytes.sum())
+    tensors = float(instance.made_bytes.sum()) / memory if 0 < memory < math.inf else 0.0
     beside = float(not np.array_equal(instance.order, instance.graph.depth_first_order))
-    return [devices / 8.0, float(np.log2(groups)) / 8.0, memory_pressure(instance), tensors, beside, made_bytes]
+    return [devices / 8.0, float(np.log2(groups)) / 8.0, memory_pressure(instance), tensors, beside]
+
+
+def construction_state(number: int, groups: int, devices: int) -> ConstructionState:
+    """Returns the memory of N environments."""
+    wide = (number, devices)
+    seconds = {name: np.zeros(wide) for name in ("load_s", "free_s", "next_s")}
+    kinds = ("pinned", "resident", "footprint", "made", "need")
+    return ConstructionState(
+        instance=np.zeros(number, dtype=np.int64),
+        plan=np.full((number, groups), -1, dtype=np.int32),
+        placed=np.zeros(number, dtype=np.int64),
+        **seconds,
+        **{f"{kind}_bytes": np.zeros(wide) for kind in kinds},
+        finish_s=np.zeros((number, groups)),
+        table=np.zeros((number, devices * NUM_CONSTRUCTION), dtype=np.float32),
+        group=np.full(wide, -1, dtype=np.int32),
+        legal=np.zeros(wide, dtype=np.bool_),
+        context=np.zeros((number, NUM_CONTEXT), dtype=np.float32),
+        overflow=np.zeros(number),
+        status=np.zeros(number, dtype=np.int8),
+    )
 
 
 @inner
-def describe(  # type: ignore[no-untyped-def]
-    group, plan, load_s, free_s, finish_s, need_bytes, made, made_bytes, limit_bytes, allowed, time_s, mean_time_s,
-    neighbor_ptr, neighbor, neighbor_bytes, seconds_per_byte, latency_s, criticality, depth, ideal_s, progress, static, finish,
-    out,
-):  # fmt: skip
-    """Fills `out` float32 [D, F] and `finish` float64 [D], the earliest finish of a group on every device.
-
-    Args:
-        group: The group.
-        plan: int32 [G], -1 where not placed.
-        load_s: float64 [D]. free_s: float64 [D], when each device is free. finish_s: float64 [G], of placed groups.
-        need_bytes, limit_bytes: float64 [D]. made: float64 [D], made bytes of the groups on each device.
-        progress: Share of the groups that are placed. static: float64 [6], `static_features`.
-        (the others: see `rlplace.envs.instance.Instance`)
-    """
-    devices = len(load_s)
-    best, largest, placed = np.inf, 0.0, made_bytes[group]
+def _weigh(t, s, e, group, devices):
+    """Sums provable bytes on every device with a group, and marks legal ones; returns whether there is one."""
+    some = False
     for d in range(devices):
-        largest = max(largest, load_s[d])
-        placed += made[d]
-        ready = free_s[d]
-        for place in range(neighbor_ptr[group], neighbor_ptr[group + 1]):
-            other = neighbor[place]
+        largest = max(s.footprint_bytes[e, d], t.footprint_bytes[group])
+        bare = s.resident_bytes[e, d] + t.resident_bytes[group] + largest
+        s.need_bytes[e, d] = max(s.pinned_bytes[e, d] + t.pinned_bytes[group], bare)
+        s.legal[e, d] = t.allowed[group, d] and s.need_bytes[e, d] <= t.limit_bytes[d]
+        some = some or s.legal[e, d]
+    return some
+
+
+@inner
+def _finish(t, s, e, group, devices):
+    """Computes the earliest finish of a group on every device; returns the least on an allowed one."""
+    best, plan, finish_s, next_s = np.inf, s.plan[e], s.finish_s[e], s.next_s[e]
+    for d in range(devices):
+        ready = s.free_s[e, d]
+        for i in range(t.neighbor_ptr[group], t.neighbor_ptr[group + 1]):
+            other = t.neighbor[i]
             where = plan[other]
             if where >= 0:
                 # An edge carries activations and their gradients: half of its bytes hold up the forward.
-                sent = latency_s[where, d] + 0.5 * neighbor_bytes[place] * seconds_per_byte[where, d]
+                sent = t.latency_s[where, d] + 0.5 * t.neighbor_bytes[i] * t.seconds_per_byte[where, d]
                 ready = max(ready, finish_s[other] + sent)
-        finish[d] = ready + time_s[group, d]
-        if allowed[group, d]:
-            best = min(best, finish[d])
-    if best == np.inf:
-        best = 0.0
-    even = static[3] * placed / max(static[5], 1.0)
+        next_s[d] = ready + t.time_s[group, d]
+        if t.allowed[group, d]:
+            best = min(best, next_s[d])
+    return 0.0 if best == np.inf else best
+
+
+@inner
+def _describe(b, t, s, e, i, group, devices, largest, progress):
+    """Fills the table of an environment for its next group."""
+    c, ideal_s, plan, table = COLUMN, b.ideal_s[i], s.plan[e], s.table[e].reshape((s.legal.shape[1], NUM_CONSTRUCTION))
+    best, placed = _finish(t, s, e, group, devices), t.made_bytes[group]
+    for d in range(devices):
+        placed += s.made_bytes[e, d]
+    even = b.static[i, c.plan_tensors - c.plan_devices] * placed / max(b.made_bytes[i], 1.0)
     for d in range(devices):
         near, total, sent = 0.0, 0.0, 0.0
-        for place in range(neighbor_ptr[group], neighbor_ptr[group + 1]):
-            size, where = neighbor_bytes[place], plan[neighbor[place]]
+        for k in range(t.neighbor_ptr[group], t.neighbor_ptr[group + 1]):
+            size, where = t.neighbor_bytes[k], plan[t.neighbor[k]]
             total += size
             if where == d:
                 near += size
             elif where >= 0:
-                sent += latency_s[where, d] + size * seconds_per_byte[where, d]
-        after = load_s[d] + time_s[group, d]
-        row = out[d]
-        row[0] = (finish[d] - best) / ideal_s
-        row[1] = after / ideal_s
-        row[2] = max(after - largest, 0.0) / ideal_s
-        row[3] = mean_time_s[group] / ideal_s
-        row[4] = np.log(max(time_s[group, d], 1e-12) / max(mean_time_s[group], 1e-12))
-        row[5] = sent / ideal_s
-        row[6] = near / total if total > 0 else 0.0
-        row[7] = need_bytes[d] / limit_bytes[d] if limit_bytes[d] < np.inf else 0.0
-        row[8] = (made[d] + made_bytes[group]) / limit_bytes[d] if limit_bytes[d] < np.inf else 0.0
-        row[9] = row[8] - even
-        row[10] = criticality[group]
-        row[11] = depth[group]
-        row[12] = progress
-        row[13] = largest / ideal_s
-        row[14:19] = static[:5]
-        for f in range(len(row)):
+                sent += t.latency_s[where, d] + size * t.seconds_per_byte[where, d]
+        time_s, mean_s, limit = t.time_s[group, d], t.mean_time_s[group], max(t.limit_bytes[d], 1.0)
+        after = s.load_s[e, d] + time_s
+        row = table[d]
+        row[c.finish_delay] = (s.next_s[e, d] - best) / ideal_s
+        row[c.load_after] = after / ideal_s
+        row[c.imbalance_change] = max(after - largest, 0.0) / ideal_s
+        row[c.work] = mean_s / ideal_s
+        row[c.slowdown] = np.log(max(time_s, 1e-12) / max(mean_s, 1e-12))
+        row[c.communication_after] = sent / ideal_s
+        row[c.affinity] = near / total if total > 0 else 0.0
+        row[c.memory_after] = s.need_bytes[e, d] / limit if limit < np.inf else 0.0
+        row[c.tensors_after] = (s.made_bytes[e, d] + t.made_bytes[group]) / limit if limit < np.inf else 0.0
+        row[c.tensors_over_even] = row[c.tensors_after] - even
+        row[c.criticality] = t.criticality[group]
+        row[c.depth] = t.depth[group]
+        row[c.plan_progress] = progress
+        row[c.plan_load] = largest / ideal_s
+        row[c.plan_devices :] = b.static[i]
+        for f in range(NUM_CONSTRUCTION):
             row[f] = min(max(row[f], -CLIP), CLIP)
+    s.group[e, :devices] = group
+
+
+def _compile(stamp):
+    @entry(nogil=True)
+    def construct(bank, state, rows, actions, begin):
+        """Places the next group of environments, or begins their episodes.
+
+        Args:
+            bank: `ConstructionBank` as a plain tuple.
+            state: `ConstructionState` as a plain tuple, changed.
+            rows: int64 [n], the environments.
+            actions: int64 [N], devices.
+            begin: Whether episodes begin.
+        """
+        _ = stamp
+        b, s = ConstructionBank(*bank), ConstructionState(*state)
+        for n in range(len(rows)):
+            e = rows[n]
+            i, d = s.instance[e], actions[e]
+            groups, devices = b.shape[i, 0], b.shape[i, 1]
+            t = GroupTables(*_tables_of(b.tables, b.layout, i))
+            s.status[e] = RUNNING
+            if begin:
+                s.plan[e, :], s.placed[e], s.group[e, :] = -1, 0, -1
+                for array in (
+                    s.load_s, s.pinned_bytes, s.resident_bytes, s.footprint_bytes, s.made_bytes, s.free_s, s.finish_s,
+                    s.need_bytes,
+                ):  # fmt: skip
+                    array[e, :] = 0.0
+                s.table[e, :], s.legal[e, :] = 0.0, False
+            elif d >= devices or not s.legal[e, d]:
+                limit = t.limit_bytes[d] if d < devices else np.inf
+                s.overflow[e] = 1.0 if d >= devices else 0.0
+                if limit > 0.0 and limit < np.inf:
+                    s.overflow[e] = max(0.0, s.need_bytes[e, d] - limit) / limit
+                s.status[e] = ILLEGAL
+            else:
+                group = t.order[s.placed[e]]
+                s.free_s[e, d] = s.finish_s[e, group] = s.next_s[e, d]
+                s.plan[e, group] = d
+                s.load_s[e, d] += t.time_s[group, d]
+                s.pinned_bytes[e, d] += t.pinned_bytes[group]
+                s.resident_bytes[e, d] += t.resident_bytes[group]
+                s.made_bytes[e, d] += t.made_bytes[group]
+                s.footprint_bytes[e, d] = max(s.footprint_bytes[e, d], t.footprint_bytes[group])
+                s.placed[e] += 1
+                if s.placed[e] == groups:
+                    s.status[e] = PLACED
+                    s.legal[e, :devices] = True
+            if s.status[e] == RUNNING and not _weigh(t, s, e, t.order[s.placed[e]], devices):
+                for device in range(devices):  # of the first group: the episode ends infeasible, with the next action
+                    s.legal[e, device] = t.allowed[t.order[s.placed[e]], device]
+                if not begin:
+                    s.status[e] = STUCK
+            largest, progress, context = 0.0, s.placed[e] / groups, s.context[e]
+            for device in range(devices):
+                largest = max(largest, s.load_s[e, device])
+            context[:3] = b.context[i]
+            context[3] = progress
+            context[4] = min(max(largest / b.ideal_s[i], -CLIP), CLIP)
+            if s.status[e] == RUNNING:
+                _describe(b, t, s, e, i, t.order[s.placed[e]], devices, largest, progress)
+            else:
+                s.table[e, :] = 0.0
+                s.group[e, :] = -1
+
+    return construct
+
+
+construct = _compile(stamp_of(banks))

@@ -16,7 +16,7 @@ from rlplace.placement.common.repair import repair
 from rlplace.problem import Problem
 
 if TYPE_CHECKING:
-    from rlplace.envs.vector.batch import PlacementBatch
+    from rlplace.envs.batch import PlacementBatch
 
 
 class PlacementEnv(PlacerEnv):
@@ -82,14 +82,14 @@ class PlacementEnv(PlacerEnv):
 
     def batch_of(self, count: int, threads: int = 1) -> PlacementBatch:
         """Returns episodes of `count` environments by the rules of this one."""
-        from rlplace.envs.vector.batch import PlacementBatch
+        from rlplace.envs.batch import PlacementBatch
 
         return PlacementBatch(self, count, threads)
 
     @property
     def current_group(self) -> int:
         """The group that the next action places."""
-        return int(self.instance.order[min(int(self.batch.builds.placed[0]), self.instance.problem.num_groups - 1)])
+        return int(self.instance.order[min(int(self.batch.state.placed[0]), self.instance.problem.num_groups - 1)])
 
     def finish(self, index: int, plan: NDArray[np.int32], *, stuck: bool) -> tuple[NDArray[np.int32], float, dict[str, Any]]:
         """Returns the plan at the end of an episode, its reward and its info.

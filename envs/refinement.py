@@ -19,7 +19,7 @@ STARTS = ("best", "mixed", "greedy")
 KEEPS = ("always", "better")
 
 if TYPE_CHECKING:
-    from rlplace.envs.vector.batch import RefinementBatch
+    from rlplace.envs.batch import RefinementBatch
 
 
 class RefinementEnv(PlacerEnv):
@@ -95,7 +95,7 @@ class RefinementEnv(PlacerEnv):
 
     def batch_of(self, count: int, threads: int = 1) -> RefinementBatch:
         """Returns episodes of `count` environments by the rules of this one."""
-        from rlplace.envs.vector.batch import RefinementBatch
+        from rlplace.envs.batch import RefinementBatch
 
         return RefinementBatch(self, count, threads)
 

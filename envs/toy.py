@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rlplace.envs.instance import Instance, make_instance
 from rlplace.envs.placement import PlacementEnv
-from rlplace.envs.vector.base import PlacementVectorEnv
+from rlplace.envs.vector import PlacementVectorEnv
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate_many

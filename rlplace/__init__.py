@@ -107,8 +107,8 @@ def _register_environments() -> None:
     import gymnasium
 
     registered: dict[str, tuple[Any, ...]] = {  # most steps, reward at which it counts as solved, makers, arguments
-        "Placement": (4096, 0.0, "envs.placement:PlacementEnv", "envs.vector.base:PlacementVectorEnv"),
-        "Refinement": (1024, 0.01, "envs.refinement:RefinementEnv", "envs.vector.base:RefinementVectorEnv"),
+        "Placement": (4096, 0.0, "envs.placement:PlacementEnv", "envs.vector:PlacementVectorEnv"),
+        "Refinement": (1024, 0.01, "envs.refinement:RefinementEnv", "envs.vector:RefinementVectorEnv"),
         "Cluster": (64, None, "envs.cluster:ClusterEnv", None),
         "Strategy": (1024, 0.15, "envs.strategy:StrategyEnv", None),
         "Toy": (64, -0.05, "envs.toy:toy_env", "envs.toy:toy_vector"),

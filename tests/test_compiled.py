@@ -18,7 +18,7 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 from numba.core.errors import TypingError
 
-from rlplace.agents import guided
+from rlplace.agents import search as guided
 from rlplace.cluster.parse import parse
 from rlplace.compiled import AHEAD as FOLDER
 from rlplace.compiled import entry, inner, is_compiled, stamp_of
@@ -234,7 +234,9 @@ def test_the_stamp_of_the_simulator_is_of_all_its_files() -> None:
 
 
 def test_the_walk_finds_what_a_kernel_holds() -> None:
-    assert {"rlplace.simulator.loop", "rlplace.envs.guide.draw", "rlplace.placement.common.movekernels"} <= reached(guided.look)
+    assert {"rlplace.simulator.loop", "rlplace.envs.guide.draw", "rlplace.placement.common.movekernels"} <= reached(
+        guided.draw_ranked
+    )
 
 
 @pytest.mark.long

@@ -92,7 +92,7 @@ def test_the_wheel_holds_every_module_and_its_data(installed):
     kernels = {
         path.name.partition(f".{sys.implementation.cache_tag}.")[0] for path in (installed / "rlplace/kernels").iterdir()
     }
-    for needed in ("agents.guided.attempt", "envs.vector.construct.construct", "strategy.executor.kernel.evaluate_packed"):
+    for needed in ("agents.search.attempt", "envs.construction.construct", "strategy.executor.kernel.evaluate_packed"):
         assert f"rlplace.{needed}" in kernels
 
 

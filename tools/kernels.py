@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SETS = (
     "rlplace.agents.search",
     "rlplace.placement.search",
-    "rlplace.envs.vector.base",
+    "rlplace.envs.vector",
     "rlplace.strategy.executor.evaluate",
     "rlplace.simulator.api",
 )

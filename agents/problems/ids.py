@@ -20,7 +20,7 @@ from rlplace.envs.instance import Instance, make_instance
 from rlplace.envs.placement import PlacementEnv
 from rlplace.envs.refinement import RefinementEnv
 from rlplace.envs.strategy import StrategyEnv
-from rlplace.envs.vector.base import PlacementVectorEnv, PlacerVectorEnv, RefinementVectorEnv
+from rlplace.envs.vector import PlacementVectorEnv, PlacerVectorEnv, RefinementVectorEnv
 from rlplace.errors import InputError, unknown_name
 from rlplace.files import read_json, write_json
 

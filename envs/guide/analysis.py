@@ -1,6 +1,8 @@
-"""Analysis of a plan's timeline for where the plan could be better, compiled.
+"""Analysis of a plan's timeline for where the plan could be better, compiled: slack, waits, the critical chain.
 
-It covers all ops of the step. Axes as in `rlplace.envs.guide.facts`.
+A move to a device that runs critical work at that time delays the step; shortening one of several critical chains does not
+shorten it; a value that others read on a device is there for every reader. All ops of the step count. Axes as in
+`rlplace.envs.guide.records`.
 """
 
 # Compiled functions take their types from their arguments.
@@ -10,17 +12,40 @@ from __future__ import annotations
 import numpy as np
 
 from rlplace.compiled import entry, inner, stamp_of
-from rlplace.envs.guide import facts, pressure, view
-from rlplace.envs.guide.facts import Facts
-from rlplace.envs.guide.pressure import STRICT, TIGHT, fill_sharing, fill_windows, tightness
-from rlplace.envs.guide.view import BUSIEST, CHAIN_SENT, CHAIN_WAIT, CHAIN_WORK, CHANNEL, OVERFLOW, STEP, WORK, View
+from rlplace.envs.guide import records
+from rlplace.envs.guide.records import (
+    BINS,
+    BUSIEST,
+    CHAIN_SENT,
+    CHAIN_WAIT,
+    CHAIN_WORK,
+    CHANNEL,
+    OVERFLOW,
+    STEP,
+    STRICT,
+    TIGHT,
+    WORK,
+    AnalysisTables,
+    SimulatedStep,
+    View,
+)  # fmt: skip
 
 _QUEUE = 8  # tasks that a waiting task is looked for behind
 
 
+SHARPNESS = (20.0, 200.0)
+"""Inverse of the slack, relative to the step, at which work counts half as critical: 5 % and 0.5 %."""
+
+
 @inner
-def _totals(f, v, plan, transfer, peak, step, overflow):
-    devices = len(v.load)
+def tightness(slack, step, way):
+    """Returns 1 without slack, falling with it; `way` is TIGHT or STRICT."""
+    return 1.0 / (1.0 + SHARPNESS[way] * max(slack, 0.0) / max(step, 1e-30))
+
+
+@inner
+def _totals(f, v, plan, s):
+    devices, transfer = len(v.load), s.transfer
     v.load[:] = 0.0
     v.pinned[:] = 0.0
     v.channel[:] = 0.0
@@ -29,7 +54,7 @@ def _totals(f, v, plan, transfer, peak, step, overflow):
         v.load[plan[g]] += f.group_s[g, plan[g]]
         v.pinned[plan[g]] += f.pinned[g]
     for d in range(devices):
-        v.peak[d] = peak[d]
+        v.peak[d] = s.peak_bytes[d]
         v.total[WORK] += v.load[d]
         v.total[BUSIEST] = max(v.total[BUSIEST], v.load[d])
     for i in range(len(transfer)):
@@ -40,20 +65,15 @@ def _totals(f, v, plan, transfer, peak, step, overflow):
             v.channel[f.channels[c]] += t.end_s - t.start_s
     for c in range(len(v.channel)):
         v.total[CHANNEL] = max(v.total[CHANNEL], v.channel[c])
-    v.total[STEP], v.total[OVERFLOW] = step, overflow
+    v.total[STEP], v.total[OVERFLOW] = s.step_s, s.overflow
 
 
 @inner
-def _slack(f, v, plan, start, end, step, by_start):
-    # Fields of a tuple cost reference counts wherever they are read, so what loops read is taken out once.
-    devices = len(v.load)
-    task_group, output_ptr, outputs, consumer_ptr, consumers = (
-        f.task_group,
-        f.output_ptr,
-        f.outputs,
-        f.consumer_ptr,
-        f.consumers,
-    )
+def _slack(f, v, plan, s, by_start):
+    # Fields of a tuple cost reference counts wherever they are read, so those that loops read are taken out once.
+    devices, start, end, step = len(v.load), s.start_s, s.end_s, s.step_s
+    task_group, output_ptr, outputs = f.task_group, f.output_ptr, f.outputs
+    consumer_ptr, consumers = f.consumer_ptr, f.consumers
     edge_of, input_ptr, inputs, producer_ptr, producers = f.edge_of, f.input_ptr, f.inputs, f.producer_ptr, f.producers
     arrival, latest_end, before, owner = v.arrival, v.late, v.before, f.owner
     tight, wait, queue, hurried, gap, margin, least = v.tightness, v.wait, v.queue, v.hurried, v.gap, v.margin, v.slack
@@ -120,8 +140,8 @@ def _slack(f, v, plan, start, end, step, by_start):
 
 
 @inner
-def _ready(f, v, plan, end, value, device):
-    """Time at which a value is on a device."""
+def _ready(f, v, end, value, device):
+    """Returns the time at which a value is on a device."""
     arrived = v.arrival[value * len(v.load) + device]
     if arrived >= 0.0:
         return arrived
@@ -132,16 +152,16 @@ def _ready(f, v, plan, end, value, device):
 
 
 @inner
-def _chain(f, v, plan, start, end, final, limit):
+def _chain(f, v, plan, s, final):
     """Walks the chain of events that ends the step back to its beginning."""
-    devices = len(v.load)
+    devices, start, end = len(v.load), s.start_s, s.end_s
     v.chain[:] = 0.0
     v.saved[:] = 0.0
     v.blocked[:] = 0.0
     v.sent[:] = 0.0
     idlest = np.argsort(v.load)
     t = final
-    for _ in range(2 * limit):
+    for _ in range(2 * len(start)):
         g = f.task_group[t]
         d = plan[g]
         v.chain[g] += end[t] - start[t]
@@ -149,7 +169,7 @@ def _chain(f, v, plan, start, end, final, limit):
         ready, cause, through = 0.0, -1, -1
         for k in range(f.input_ptr[t], f.input_ptr[t + 1]):
             value = f.inputs[k]
-            at = _ready(f, v, plan, end, value, d)
+            at = _ready(f, v, end, value, d)
             if at > ready or through < 0:
                 maker, latest = -1, -1.0
                 for p in range(f.producer_ptr[value], f.producer_ptr[value + 1]):
@@ -188,43 +208,98 @@ def _chain(f, v, plan, start, end, final, limit):
             return
 
 
+@inner
+def _fill_windows(f, v, plan, s):
+    """Fills the fields of a `View` about work during the tasks of a group: idle, clash and crowd; and urgent."""
+    devices, start, end, step = len(v.load), s.start_s, s.end_s, s.step_s
+    width = max(step, 1e-30) / BINS
+    v.free_bins[:] = 1.0
+    v.critical_bins[:] = 0.0
+    v.idle[:] = 0.0
+    v.clash[:] = 0.0
+    v.crowd[:] = 0.0
+    v.urgent[:] = 0.0
+    for t in range(len(start)):
+        d = plan[f.task_group[t]]
+        slack = v.late[t] - end[t]
+        critical = (tightness(slack, step, TIGHT), tightness(slack, step, STRICT))
+        v.urgent[f.task_group[t]] += (end[t] - start[t]) * critical[STRICT]
+        low, high = min(int(start[t] / width), BINS - 1), min(int(end[t] / width), BINS - 1)
+        for b in range(low, high + 1):
+            share = max(min(end[t], (b + 1) * width) - max(start[t], b * width), 0.0) / width
+            v.free_bins[d, b] -= share
+            for way in range(2):
+                v.critical_bins[way, d, b] += share * critical[way]
+    for t in range(len(start)):
+        g = f.task_group[t]
+        low, high = min(int(start[t] / width), BINS - 1), min(int(end[t] / width), BINS - 1)
+        share = (end[t] - start[t]) / (high - low + 1)
+        for d in range(devices):
+            for b in range(low, high + 1):
+                v.idle[g, d] += share * max(v.free_bins[d, b], 0.0)
+                for way in range(2):
+                    v.clash[way, g, d] += share * v.critical_bins[way, d, b]
+    for g in range(len(plan)):
+        own = f.group_s[g, plan[g]]
+        for d in range(devices):
+            v.idle[g, d] = v.idle[g, d] / own if own > 0 else 0.0
+            for way in range(2):
+                v.clash[way, g, d] = v.clash[way, g, d] / own if own > 0 else 0.0
+                if d != plan[g]:
+                    v.crowd[way, g] += v.clash[way, g, d]
+
+
+@inner
+def _fill_sharing(f, v, plan):
+    """Fills the shares of readers of the same tensors on one device, where a value is sent once."""
+    devices = len(v.load)
+    v.shared[:] = 0.0
+    v.part[:] = 1.0
+    readers = np.zeros(devices)
+    for t in range(len(f.reader_ptr) - 1):
+        readers[:] = 0.0
+        for i in range(f.reader_ptr[t], f.reader_ptr[t + 1]):
+            readers[plan[f.reader_group[i]]] += 1.0
+        for i in range(f.reader_ptr[t], f.reader_ptr[t + 1]):
+            edge, here, share = f.reader_edge[i], plan[f.reader_group[i]], f.reader_share[i]
+            v.part[edge] -= share * (1.0 - 1.0 / readers[here])
+            for d in range(devices):
+                if readers[d] > (1.0 if d == here else 0.0):
+                    v.shared[edge, d] += share
+
+
 def _compile(stamp):
     @entry
-    def analyse(facts, view, plan, start, end, transfer, peak, step, overflow):
+    def analyse(facts, view, plan, step):
         """Fills a view.
 
         Args:
-            facts, view: `Facts` and `View` as plain tuples.
+            facts, view, step: `AnalysisTables`, `View` and `SimulatedStep` as plain tuples.
             plan: int32 [G], device of each group.
-            start, end: float64 [K], times of every task.
-            transfer: Records of `rlplace.simulator.records.TRANSFER`, those of this step.
-            peak: int64 [D], peak bytes of each device.
-            step: Step time.
-            overflow: Relative memory overflow.
         """
         _ = stamp
-        f, v = Facts(*facts), View(*view)
-        devices, tasks = len(v.load), len(start)
-        _totals(f, v, plan, transfer, peak, step, overflow)
-        by_start = np.argsort(start)
+        f, v, s = AnalysisTables(*facts), View(*view), SimulatedStep(*step)
+        end, devices = s.end_s, len(v.load)
+        _totals(f, v, plan, s)
+        by_start = np.argsort(s.start_s)
         last = v.before  # of the device, by task; the task that the device ran before
         latest = np.full(devices, -1, dtype=np.int64)
         final = 0
-        for i in range(tasks):
+        for i in range(len(end)):
             t = by_start[i]
             d = plan[f.task_group[t]]
             last[t] = latest[d]
             latest[d] = t
             if end[t] > end[final]:
                 final = t
-        _slack(f, v, plan, start, end, step, by_start)
-        fill_windows(f, v, plan, start, end, step)
-        _chain(f, v, plan, start, end, final, tasks)
-        fill_sharing(f, v, plan)
-        for i in range(len(transfer)):
-            v.arrival[transfer[i].value * devices + transfer[i].destination] = -1.0
+        _slack(f, v, plan, s, by_start)
+        _fill_windows(f, v, plan, s)
+        _chain(f, v, plan, s, final)
+        _fill_sharing(f, v, plan)
+        for i in range(len(s.transfer)):
+            v.arrival[s.transfer[i].value * devices + s.transfer[i].destination] = -1.0
 
     return analyse
 
 
-analyse = _compile(stamp_of(facts, pressure, view))
+analyse = _compile(stamp_of(records))

@@ -9,12 +9,13 @@ of the current plan says that time is lost.
 # mypy: disable-error-code="no-untyped-def, assignment, operator"
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from rlplace.compiled import entry, inner, stamp_of
-from rlplace.envs.guide import facts, view
-from rlplace.envs.guide.facts import Facts
-from rlplace.envs.guide.view import STEP, View
+from rlplace.envs.guide import records
+from rlplace.envs.guide.records import STEP, AnalysisTables, Moves, View
 from rlplace.placement.common import movekernels
 from rlplace.placement.common.movekernels import draw_uniform
 
@@ -33,7 +34,7 @@ def _below(state, count):
 
 @inner
 def _pick(cumulative, state):
-    """An index drawn by the increments of a non-decreasing array; -1 when it does not rise."""
+    """Draws an index by the increments of a non-decreasing array; -1 when it does not rise."""
     total = cumulative[len(cumulative) - 1]
     if not total > 0.0:
         return -1
@@ -47,9 +48,27 @@ def _pick(cumulative, state):
     return low
 
 
+class _Drawing(NamedTuple):
+    """Arrays that the kinds of moves read and fill: fields of `AnalysisTables`, `View` and `Moves`, and others."""
+
+    group_s: Any
+    mean_s: Any
+    order: Any
+    position: Any
+    neighbor_ptr: Any
+    neighbor: Any
+    load: Any
+    groups: Any
+    targets: Any
+    plan: Any  # int32 [G]
+    random: Any  # uint64 [1], state of the random numbers
+    mark: Any  # bool [G], False between calls
+
+
 @inner
-def _seed(group_s, neighbor_ptr, neighbor, load, plan, on_chain, tight, state):
-    """A group and an allowed device for it; the device is -1 where there is none."""
+def _seed(w, on_chain, tight):
+    """Draws a group and an allowed device for it; the device is -1 where there is none."""
+    group_s, neighbor_ptr, neighbor, load, plan, state = w.group_s, w.neighbor_ptr, w.neighbor, w.load, w.plan, w.random
     groups, devices = group_s.shape
     number = draw_uniform(state)
     if number < _ON_CHAIN:
@@ -82,18 +101,19 @@ def _seed(group_s, neighbor_ptr, neighbor, load, plan, on_chain, tight, state):
     return g, d
 
 
-@inner
-def _put(group_s, plan, g, d, groups, targets, count):
+@inner(forceinline=True)
+def _put(w, g, d, count):
     """Adds a group to a move if it may go there and is not there already."""
-    if plan[g] != d and group_s[g, d] < np.inf:
-        groups[count], targets[count] = g, d
+    if w.plan[g] != d and w.group_s[g, d] < np.inf:
+        w.groups[count], w.targets[count] = g, d
         return count + 1
     return count
 
 
 @inner
-def _run(group_s, order, position, plan, g, d, state, groups, targets, at):
-    """Consecutive groups on the seed's device: up to a number of them, or all up to the next group on the target."""
+def _run(w, g, d, at):
+    """Moves consecutive groups on the seed's device: up to a number of them, or all up to the next group on the target."""
+    order, position, plan, state = w.order, w.position, w.plan, w.random
     size, here = len(plan), plan[g]
     reach = np.int64(2.0 ** (draw_uniform(state) * np.log2(max(2.0, size / 2.0))))
     side = draw_uniform(state)
@@ -106,13 +126,14 @@ def _run(group_s, order, position, plan, g, d, state, groups, targets, at):
             low -= 1
     count = at
     for i in range(low, high + 1):
-        count = _put(group_s, plan, order[i], d, groups, targets, count)
+        count = _put(w, order[i], d, count)
     return count - at
 
 
 @inner
-def _cluster(group_s, neighbor_ptr, neighbor, plan, g, d, state, groups, targets, at, mark):
-    """Connected groups on the seed's device, nearest first."""
+def _cluster(w, g, d, at):
+    """Moves connected groups on the seed's device, nearest first."""
+    neighbor_ptr, neighbor, groups, plan, state, mark = w.neighbor_ptr, w.neighbor, w.groups, w.plan, w.random, w.mark
     here = plan[g]
     size = min(2 + np.int64(2.0 ** (draw_uniform(state) * np.log2(max(2.0, len(plan) / 4.0)))), len(plan))
     groups[at] = g
@@ -130,13 +151,14 @@ def _cluster(group_s, neighbor_ptr, neighbor, plan, g, d, state, groups, targets
     count = at
     for i in range(at, at + members):
         mark[groups[i]] = False
-        count = _put(group_s, plan, groups[i], d, groups, targets, count)
+        count = _put(w, groups[i], d, count)
     return count - at
 
 
 @inner
-def _swap(group_s, mean_s, plan, g, d, state, groups, targets, at):
-    """The seed goes to the device; among several drawn groups there the one of the most similar work comes back."""
+def _swap(w, g, d, at):
+    """Moves the seed to the device, and among several drawn groups there the one of the most similar work to the seed's."""
+    group_s, mean_s, plan, state = w.group_s, w.mean_s, w.plan, w.random
     size, here, best = len(plan), plan[g], np.int64(-1)
     for _ in range(12):
         other = _below(state, size)
@@ -145,69 +167,67 @@ def _swap(group_s, mean_s, plan, g, d, state, groups, targets, at):
                 best = other
     if best < 0:
         return 0
-    count = _put(group_s, plan, g, d, groups, targets, at)
-    return _put(group_s, plan, best, here, groups, targets, count) - at
+    count = _put(w, g, d, at)
+    return _put(w, best, here, count) - at
 
 
 @inner
-def _devices(group_s, plan, d, e, exchange, groups, targets, at):
+def _devices(w, d, e, exchange, at):
     """Empties device `d` into `e`, or exchanges the two."""
-    count = at
+    plan, count = w.plan, at
     for g in range(len(plan)):
         if plan[g] == d:
-            count = _put(group_s, plan, g, e, groups, targets, count)
+            count = _put(w, g, e, count)
         elif exchange and plan[g] == e:
-            count = _put(group_s, plan, g, d, groups, targets, count)
+            count = _put(w, g, d, count)
     return count - at
 
 
 def _compile(stamp):
     @entry
-    def draw_moves(facts, view, plan, state, shares, ptr, groups, targets, kinds):
-        """Fills up to K moves and returns their number.
+    def draw_moves(facts, view, plan, state, moves):
+        """Fills up to K moves and returns their number; drawing ends early when the next move might not fit.
 
         Args:
-            facts, view: `Facts` and `View` as plain tuples.
+            facts, view, moves: `AnalysisTables`, `View` and `Moves` as plain tuples; the moves are filled.
             plan: int32 [G].
             state: uint64 [1], state of the random numbers.
-            shares: float64 [6], see `SHARES`.
-            ptr: int64 [K + 1], offsets into `groups` and `targets`, filled.
-            groups, targets: int32, filled; drawing ends early when the next move might not fit.
-            kinds: int8 [K], filled.
         """
         _ = stamp
-        f, v = Facts(*facts), View(*view)
-        # Fields of a tuple cost reference counts wherever they are read, so what loops read is taken out once.
-        group_s, mean_s, order, position, load = f.group_s, f.mean_s, f.order, f.position, v.load
-        neighbor_ptr, neighbor = f.neighbor_ptr, f.neighbor
-        num_groups, devices = group_s.shape
+        f, v, m = AnalysisTables(*facts), View(*view), Moves(*moves)
+        # Fields of a tuple cost reference counts wherever they are read, so those that loops read are taken out once.
+        ptr, kinds = m.ptr, m.kinds
+        num_groups, devices = f.group_s.shape
         wanted = len(ptr) - 1
         ptr[0] = 0
         if devices < 2:
             return 0
         on_chain = np.cumsum(v.saved.ravel())
         tight = np.cumsum(v.tightness * v.tightness + v.wait / max(v.total[STEP], 1e-30) + 1e-3)
-        mark = np.zeros(num_groups, dtype=np.bool_)
+        w = _Drawing(
+            f.group_s, f.mean_s, f.order, f.position, f.neighbor_ptr, f.neighbor, v.load, m.groups, m.targets, plan, state,
+            np.zeros(num_groups, dtype=np.bool_),
+        )  # fmt: skip
         drawn, tries = 0, 0
         while drawn < wanted and tries < 3 * wanted:
             tries += 1
             at = ptr[drawn]
-            if at + num_groups > len(groups):
+            if at + num_groups > len(m.groups):
                 break
-            g, d = _seed(group_s, neighbor_ptr, neighbor, load, plan, on_chain, tight, state)
+            g, d = _seed(w, on_chain, tight)
             if d < 0:
                 continue
-            kind = _pick(shares, state)
+            kind = _pick(SHARES, state)
             if kind == SINGLE:
-                count = _put(group_s, plan, g, d, groups, targets, at) - at
+                count = _put(w, g, d, at) - at
             elif kind == RUN:
-                count = _run(group_s, order, position, plan, g, d, state, groups, targets, at)
+                count = _run(w, g, d, at)
             elif kind == CLUSTER:
-                count = _cluster(group_s, neighbor_ptr, neighbor, plan, g, d, state, groups, targets, at, mark)
+                count = _cluster(w, g, d, at)
             elif kind == SWAP:
-                count = _swap(group_s, mean_s, plan, g, d, state, groups, targets, at)
+                count = _swap(w, g, d, at)
             else:
-                count = _devices(group_s, plan, plan[g], d, kind == EXCHANGE, groups, targets, at)
+                count = _devices(w, plan[g], d, kind == EXCHANGE, at)
             if count > 0:
                 kinds[drawn] = kind
                 drawn += 1
@@ -217,4 +237,4 @@ def _compile(stamp):
     return draw_moves
 
 
-draw_moves = _compile(stamp_of(facts, view, movekernels))
+draw_moves = _compile(stamp_of(records, movekernels))

@@ -8,96 +8,113 @@ Times are divided by the step time of the current plan, bytes by the memory limi
 # mypy: disable-error-code="no-untyped-def, assignment"
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from rlplace.compiled import entry, inner, stamp_of
-from rlplace.envs.guide import facts, pressure, view
-from rlplace.envs.guide.facts import Facts
-from rlplace.envs.guide.pressure import STRICT, TIGHT
-from rlplace.envs.guide.view import BUSIEST, CHAIN_SENT, CHAIN_WAIT, CHAIN_WORK, CHANNEL, OVERFLOW, STEP, WORK, View
+from rlplace.envs.guide import records
+from rlplace.envs.guide.records import (
+    BUSIEST,
+    CHAIN_SENT,
+    CHAIN_WAIT,
+    CHAIN_WORK,
+    CHANNEL,
+    OVERFLOW,
+    STEP,
+    STRICT,
+    TIGHT,
+    WORK,
+    AnalysisTables,
+    Moves,
+    View,
+)  # fmt: skip
 
-MOVE_FEATURES = (
-    "busiest_change",  # change of the largest load of the devices that the move touches
-    "congested_load",  # change of loads, weighted by how loaded each device is
-    "work_change",  # change of the sum of all loads: slower or quicker devices
-    "work",  # mean time of the moved groups
-    "load_source",  # largest load of a device that groups leave
-    "load_target",  # largest load of a device that groups go to, after the move
-    "sent_change",  # change of all transfer seconds
-    "congested_sent",  # change of transfer seconds, weighted by how busy each channel is
-    "busiest_channel_change",  # change of the largest load of the channels that the move touches
-    "near",  # share of the moved groups' bytes that stays on a device after the move
-    "near_change",  # its change
-    "peak_target",  # largest peak of a target with what arrives, over its limit
-    "pinned_target",  # the same for provable bytes
-    "relief",  # bytes taken off devices that overflow
-    "chain_work",  # time of the moved groups on the critical chain
-    "chain_joined",  # transfers of the critical chain that the move makes local
-    "saved",  # delays on the critical chain that the targets take away, see `View.saved`
-    "delay_worst",  # largest transfer that the move makes necessary beyond the gap that it has
-    "delay_sum",  # all of them
-    "gap_won",  # largest gap of a transfer that the move makes local
-    "tightness",  # largest tightness of a moved group
-    "wait",  # waits for the device that the moved groups leave
-    "idle_target",  # share of the groups' time in which the target idles
-    "slowdown",  # log of time after over time before
-    "moved",  # log2 of the number of moved groups, over 8
-    "depth",  # where in the step the first moved group starts
-    "criticality",  # static: longest path through a moved group over the longest path
-    "clash_target",  # devices' share of work without slack that runs on the target in the groups' time
-    "crowd",  # other devices that run work without slack in the groups' time: shortening one chain of several gains nothing
-    "blocked",  # waits on the critical chain of or behind the moved groups
-    "overdue_worst",  # largest transfer that the move makes necessary beyond the gap and the slack behind it
-    "overdue_sum",  # all of them
-    "excess",  # how much longer than the step the longest path through the moved groups gets, by gaps and slack
-    "strict_clash_target",  # like `clash_target`, counting less slack
-    "strict_crowd",  # like `crowd`, counting less slack
-    "urgent",  # time of the moved groups that has no slack
-    "queue",  # how long tasks without slack wait behind the moved groups
-    "hurried_joined",  # transfers without slack that the move makes local
-    "is_run",
-    "is_cluster",
-    "is_swap",
-    "is_device",
-)
-PLAN_FEATURES = (
-    "busy",  # largest load over the step time
-    "used",  # sum of loads over step time and number of devices
-    "channel",  # most loaded channel over the step time
-    "chain_work",  # work on the critical chain over the step time
-    "chain_wait",  # waits for devices on it
-    "chain_sent",  # transfers on it
-    "overflow",  # relative memory overflow
-    "pressure",  # provable bytes over all memory
-    "devices",  # over 8
-    "groups",  # log2 over 8
-)
-FEATURES = MOVE_FEATURES + tuple(f"plan_{name}" for name in PLAN_FEATURES)
+
+class MoveColumns(NamedTuple):
+    """Columns of a move; those of the current plan are last."""
+
+    busiest_change: int  # change of the largest load of the devices that the move touches
+    congested_load: int  # change of loads, weighted by how loaded each device is
+    work_change: int  # change of the sum of all loads: slower or quicker devices
+    work: int  # mean time of the moved groups
+    load_source: int  # largest load of a device that groups leave
+    load_target: int  # largest load of a device that groups go to, after the move
+    sent_change: int  # change of all transfer seconds
+    congested_sent: int  # change of transfer seconds, weighted by how busy each channel is
+    busiest_channel_change: int  # change of the largest load of the channels that the move touches
+    near: int  # share of the moved groups' bytes that stays on a device after the move
+    near_change: int  # its change
+    peak_target: int  # largest peak of a target with what arrives, over its limit
+    pinned_target: int  # the same for provable bytes
+    relief: int  # bytes taken off devices that overflow
+    chain_work: int  # time of the moved groups on the critical chain
+    chain_joined: int  # transfers of the critical chain that the move makes local
+    saved: int  # delays on the critical chain that the targets take away, see `View.saved`
+    delay_worst: int  # largest transfer that the move makes necessary beyond the gap that it has
+    delay_sum: int  # all of them
+    gap_won: int  # largest gap of a transfer that the move makes local
+    tightness: int  # largest tightness of a moved group
+    wait: int  # waits for the device that the moved groups leave
+    idle_target: int  # share of the groups' time in which the target idles
+    slowdown: int  # log of time after over time before
+    moved: int  # log2 of the number of moved groups, over 8
+    depth: int  # where in the step the first moved group starts
+    criticality: int  # static: longest path through a moved group over the longest path
+    clash_target: int  # devices' share of work without slack that runs on the target in the groups' time
+    crowd: int  # other devices that run work without slack in the groups' time: shortening one chain of several gains nothing
+    blocked: int  # waits on the critical chain of or behind the moved groups
+    overdue_worst: int  # largest transfer that the move makes necessary beyond the gap and the slack behind it
+    overdue_sum: int  # all of them
+    excess: int  # how much longer than the step the longest path through the moved groups gets, by gaps and slack
+    strict_clash_target: int  # like `clash_target`, counting less slack
+    strict_crowd: int  # like `crowd`, counting less slack
+    urgent: int  # time of the moved groups that has no slack
+    queue: int  # how long tasks without slack wait behind the moved groups
+    hurried_joined: int  # transfers without slack that the move makes local
+    is_run: int
+    is_cluster: int
+    is_swap: int
+    is_device: int
+    plan_busy: int  # largest load over the step time
+    plan_used: int  # sum of loads over step time and number of devices
+    plan_channel: int  # most loaded channel over the step time
+    plan_chain_work: int  # work on the critical chain over the step time
+    plan_chain_wait: int  # waits for devices on it
+    plan_chain_sent: int  # transfers on it
+    plan_overflow: int  # relative memory overflow
+    plan_pressure: int  # provable bytes over all memory
+    plan_devices: int  # over 8
+    plan_groups: int  # log2 over 8
+
+
+FEATURES = MoveColumns._fields
 NUM_FEATURES = len(FEATURES)
+COLUMN = MoveColumns(*range(NUM_FEATURES))
 CLIP = 8.0
 
 
 @inner
 def _crossing_s(f, edge, a, b):
-    """Seconds that the values of an edge take from one device to another."""
+    """Returns the seconds that the values of an edge take from one device to another."""
     return f.edge_count[edge] * f.latency[a, b] + f.edge_bytes[edge] * f.inverse[a, b] + f.edge_fixed_s[edge]
 
 
 def _compile(stamp):
     @entry
-    def move_features(facts, view, plan, ptr, groups, targets, kinds, count, trial, out):
+    def move_features(facts, view, plan, moves, count, trial, out):
         """Fills `out` float32 [K, F] for the first `count` moves.
 
         Args:
-            facts, view: `Facts` and `View` as plain tuples.
+            facts, view, moves: `AnalysisTables`, `View` and `Moves` as plain tuples.
             plan: int32 [G], device of each group.
-            ptr, groups, targets, kinds: The moves, in the form of `rlplace.envs.guide.draw.draw_moves`.
             count: Number of moves.
             trial: int32 [G], equal to the plan before and after; a buffer.
             out: float32 [>= count, NUM_FEATURES].
         """
         _ = stamp
-        f, v = Facts(*facts), View(*view)
+        f, v, m, c = AnalysisTables(*facts), View(*view), Moves(*moves), COLUMN
+        ptr, groups, targets, kinds = m.ptr, m.groups, m.targets, m.kinds
         devices = len(v.load)
         step = max(v.total[STEP], 1e-30)
         load, arriving, pinned = np.zeros(devices), np.zeros(devices), np.zeros(devices)
@@ -109,7 +126,6 @@ def _compile(stamp):
         for d in range(devices):
             capacity += f.limit[d]
             all_pinned += v.pinned[d]
-        first = len(MOVE_FEATURES)
         for k in range(count):
             row = out[k]
             row[:] = 0.0
@@ -210,8 +226,8 @@ def _compile(stamp):
             congested, top_before, top_after, num_held = 0.0, 0.0, 0.0, 0
             for p in range(num_pairs):
                 pair = pairs[p]
-                for c in range(f.channel_ptr[pair], f.channel_ptr[pair + 1]):
-                    channel = f.channels[c]
+                for n in range(f.channel_ptr[pair], f.channel_ptr[pair + 1]):
+                    channel = f.channels[n]
                     if not holds[channel]:
                         holds[channel] = True
                         held[num_held] = channel
@@ -241,56 +257,56 @@ def _compile(stamp):
                             pin = max(pin, (v.pinned[d] + pinned[d]) / f.limit[d])
                         if v.peak[d] > f.limit[d] and arriving[d] < 0:
                             relief += min(-arriving[d], v.peak[d] - f.limit[d]) / f.limit[d]
-            row[0] = (busiest_after - busiest_before) / step
-            row[1] = congested_load / (step * step)
-            row[2] = (after_s - before_s) / step
-            row[3] = work / step
-            row[4] = source_load / step
-            row[5] = loaded / step
-            row[6] = sent / step
-            row[7] = congested / (step * step)
-            row[8] = (top_after - top_before) / step
-            row[9] = near_after / total_bytes if total_bytes > 0 else 0.0
-            row[10] = (near_after - near_before) / total_bytes if total_bytes > 0 else 0.0
-            row[11] = peak
-            row[12] = pin
-            row[13] = relief
-            row[14] = chain / step
-            row[15] = joined / step
-            row[16] = saved / step
-            row[17] = worst / step
-            row[18] = delays / step
-            row[19] = won / step
-            row[20] = tight
-            row[21] = wait / step
-            row[22] = idle / work if work > 0 else 0.0
-            row[23] = np.log(max(after_s, 1e-12) / max(before_s, 1e-12))
-            row[24] = np.log2(float(stop - begin)) / 8.0
-            row[25] = f.depth[groups[begin]]
-            row[26] = crit
-            row[27] = clash / work if work > 0 else 0.0
-            row[28] = crowd / work if work > 0 else 0.0
-            row[29] = blocked / step
-            row[30] = overdue / step
-            row[31] = all_overdue / step
-            row[32] = (late_in + late_out + (after_s - before_s) - slack) / step
-            row[33] = strict_clash / work if work > 0 else 0.0
-            row[34] = strict_crowd / work if work > 0 else 0.0
-            row[35] = urgent / step
-            row[36] = queue / step
-            row[37] = hurried / step
+            row[c.busiest_change] = (busiest_after - busiest_before) / step
+            row[c.congested_load] = congested_load / (step * step)
+            row[c.work_change] = (after_s - before_s) / step
+            row[c.work] = work / step
+            row[c.load_source] = source_load / step
+            row[c.load_target] = loaded / step
+            row[c.sent_change] = sent / step
+            row[c.congested_sent] = congested / (step * step)
+            row[c.busiest_channel_change] = (top_after - top_before) / step
+            row[c.near] = near_after / total_bytes if total_bytes > 0 else 0.0
+            row[c.near_change] = (near_after - near_before) / total_bytes if total_bytes > 0 else 0.0
+            row[c.peak_target] = peak
+            row[c.pinned_target] = pin
+            row[c.relief] = relief
+            row[c.chain_work] = chain / step
+            row[c.chain_joined] = joined / step
+            row[c.saved] = saved / step
+            row[c.delay_worst] = worst / step
+            row[c.delay_sum] = delays / step
+            row[c.gap_won] = won / step
+            row[c.tightness] = tight
+            row[c.wait] = wait / step
+            row[c.idle_target] = idle / work if work > 0 else 0.0
+            row[c.slowdown] = np.log(max(after_s, 1e-12) / max(before_s, 1e-12))
+            row[c.moved] = np.log2(float(stop - begin)) / 8.0
+            row[c.depth] = f.depth[groups[begin]]
+            row[c.criticality] = crit
+            row[c.clash_target] = clash / work if work > 0 else 0.0
+            row[c.crowd] = crowd / work if work > 0 else 0.0
+            row[c.blocked] = blocked / step
+            row[c.overdue_worst] = overdue / step
+            row[c.overdue_sum] = all_overdue / step
+            row[c.excess] = (late_in + late_out + (after_s - before_s) - slack) / step
+            row[c.strict_clash_target] = strict_clash / work if work > 0 else 0.0
+            row[c.strict_crowd] = strict_crowd / work if work > 0 else 0.0
+            row[c.urgent] = urgent / step
+            row[c.queue] = queue / step
+            row[c.hurried_joined] = hurried / step
             if kinds[k] > 0:
-                row[37 + min(kinds[k], 4)] = 1.0
-            row[first] = v.total[BUSIEST] / step
-            row[first + 1] = v.total[WORK] / (step * devices)
-            row[first + 2] = v.total[CHANNEL] / step
-            row[first + 3] = v.total[CHAIN_WORK] / step
-            row[first + 4] = v.total[CHAIN_WAIT] / step
-            row[first + 5] = v.total[CHAIN_SENT] / step
-            row[first + 6] = v.total[OVERFLOW]
-            row[first + 7] = all_pinned / capacity
-            row[first + 8] = devices / 8.0
-            row[first + 9] = np.log2(len(plan)) / 8.0
+                row[c.is_run - 1 + min(kinds[k], 4)] = 1.0
+            row[c.plan_busy] = v.total[BUSIEST] / step
+            row[c.plan_used] = v.total[WORK] / (step * devices)
+            row[c.plan_channel] = v.total[CHANNEL] / step
+            row[c.plan_chain_work] = v.total[CHAIN_WORK] / step
+            row[c.plan_chain_wait] = v.total[CHAIN_WAIT] / step
+            row[c.plan_chain_sent] = v.total[CHAIN_SENT] / step
+            row[c.plan_overflow] = v.total[OVERFLOW]
+            row[c.plan_pressure] = all_pinned / capacity
+            row[c.plan_devices] = devices / 8.0
+            row[c.plan_groups] = np.log2(len(plan)) / 8.0
             for i in range(begin, stop):
                 trial[groups[i]] = plan[groups[i]]
             for i in range(len(row)):
@@ -299,4 +315,4 @@ def _compile(stamp):
     return move_features
 
 
-move_features = _compile(stamp_of(facts, pressure, view))
+move_features = _compile(stamp_of(records))

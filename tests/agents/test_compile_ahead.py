@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from rlplace.agents import compile_ahead, guided, search
+from rlplace.agents import compile_ahead, search
 from rlplace.envs.guide import analysis, draw, features
 from rlplace.placement import annealing, balanced, get_planner
 from rlplace.placement.common import kernels, listkernels, movekernels
@@ -103,7 +103,7 @@ KERNELS = {
         analysis,
         draw,
         features,
-        guided,
+        search,
     )
     for name, value in vars(module).items()
     if isinstance(value, Dispatcher)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from rlplace.agents import guided
+from rlplace.agents import search as guided
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.search import GuidedSearch
 from rlplace.envs import make_instance
@@ -116,7 +116,7 @@ def test_calls_are_counted_where_they_are_made(make_network, monkeypatch):
         return simulate_plans(graph, work, ranks, position, rows, outcome, step_s, peak, busy_s)
 
     monkeypatch.setattr(guided, "simulate_plans", counted)
-    monkeypatch.setattr(guided, "look", njit(guided.look.py_func))
+    monkeypatch.setattr(guided, "draw_ranked", njit(guided.draw_ranked.py_func))
     monkeypatch.setattr(guided, "attempt", njit(guided.attempt.py_func))
     for seed, calls in ((0, 1), (1, 2), (2, 30), (3, 300)):
         instance = instance_of(seed, memory_factor=(None, 1.3)[seed % 2])

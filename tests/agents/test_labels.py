@@ -44,10 +44,7 @@ def test_every_label_is_what_the_move_does(problem, monkeypatch):
     priced = []
 
     def price(self, plan, which):
-        moves = [
-            (self.groups[self.ptr[k] : self.ptr[k + 1]].copy(), self.targets[self.ptr[k] : self.ptr[k + 1]].copy())
-            for k in which
-        ]
+        moves = [tuple(part.copy() for part in self.move(k)) for k in which]
         priced.append((plan.copy(), moves, self.table[which].copy()))
         return wanted(self, plan, which)
 

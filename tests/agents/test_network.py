@@ -77,9 +77,8 @@ def test_logits_of_moves(make_network, seed):
     two.look(new[plan])
     assert len(set(one.view.load)) == 4  # of devices that are equally idle, a remedy would name the first two
     count = one.draw(plan)
-    two.ptr[:], two.groups[:], two.kinds[:] = one.ptr, one.groups, one.kinds
-    used = one.ptr[count]
-    two.targets[:used] = new[one.targets[:used]]
-    move_features(*two.arguments, new[plan], two.ptr, two.groups, two.targets, two.kinds, count, new[plan], two.table)
+    drawn, used = one.moves, one.moves.ptr[count]
+    moves = (drawn.ptr, drawn.groups, np.concatenate([new[drawn.targets[:used]], drawn.targets[used:]]), drawn.kinds)
+    move_features(*two.arguments, new[plan], moves, count, new[plan], two.table)
     network = make_network(seed=seed)
     assert np.abs(logits_of_moves(network, one, count) - logits_of_moves(network, two, count)).max() < 1e-3

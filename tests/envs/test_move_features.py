@@ -5,10 +5,11 @@ import pytest
 
 from rlplace.cluster.links import Channels, Links
 from rlplace.envs import make_instance
+from rlplace.envs.guide.analysis import SHARPNESS
 from rlplace.envs.guide.draw import CLUSTER, EMPTY, EXCHANGE, RUN, SINGLE, SWAP
 from rlplace.envs.guide.features import FEATURES, move_features
 from rlplace.envs.guide.guide import Guide
-from rlplace.envs.guide.pressure import SHARPNESS, STRICT, TIGHT
+from rlplace.envs.guide.records import STRICT, TIGHT
 from rlplace.problem.build import TensorSpec, build_problem
 
 A, B, C, D = range(4)  # a feeds b and c, both feed d
@@ -32,12 +33,12 @@ def describe(guide, plan, *moves, kinds=None):
     """Rows of chosen moves, each a list of (group, device), of a plan that is looked at first."""
     plan = np.array(plan, dtype=np.int32)
     looked = guide.look(plan)
-    guide.ptr[: len(moves) + 1] = np.cumsum([0, *(len(move) for move in moves)])
+    guide.moves.ptr[: len(moves) + 1] = np.cumsum([0, *(len(move) for move in moves)])
     flat = [pair for move in moves for pair in move]
-    guide.groups[: len(flat)], guide.targets[: len(flat)] = np.array(flat).T
-    guide.kinds[: len(moves)] = 0 if kinds is None else kinds
+    guide.moves.groups[: len(flat)], guide.moves.targets[: len(flat)] = np.array(flat).T
+    guide.moves.kinds[: len(moves)] = 0 if kinds is None else kinds
     move_features(
-        *guide.arguments, plan, guide.ptr, guide.groups, guide.targets, guide.kinds, len(moves), plan.copy(),
+        *guide.arguments, plan, tuple(guide.moves), len(moves), plan.copy(),
         guide.table,
     )  # fmt: skip
     return looked, [dict(zip(FEATURES, row.tolist(), strict=True)) for row in guide.table[: len(moves)]]
@@ -198,8 +199,7 @@ def test_moves_do_what_their_kind_says():
     guide.look(plan)
     seen = set()
     for k in range(guide.draw(plan)):
-        part = slice(guide.ptr[k], guide.ptr[k + 1])
-        groups, targets, kind = guide.groups[part], guide.targets[part], int(guide.kinds[k])
+        (groups, targets), kind = guide.move(k), int(guide.moves.kinds[k])
         seen.add(kind)
         assert len(set(groups.tolist())) == len(groups) > 0
         assert (plan[groups] != targets).all()

@@ -13,8 +13,7 @@ from stable_baselines3 import PPO
 
 from rlplace.agents.policy import PlacerPolicy, PlacerVecEnv, UnmaskedPlacerPolicy
 from rlplace.agents.problems.training import limit_memory
-from rlplace.envs import MeasuredBackend, PlacementEnv, RefinementEnv, make_instance
-from rlplace.envs.vector import batch
+from rlplace.envs import MeasuredBackend, PlacementEnv, RefinementEnv, batch, make_instance
 from rlplace.errors import InputError
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate

@@ -1,4 +1,4 @@
-"""Constants for the analysis of an instance's plans: flat arrays for the kernels of this package.
+"""Records of the kernels of this package: constants of an instance, a simulated step, its analysis, and moves.
 
 Axes: D devices, G groups, K tasks, V values, M merged edges between groups, C channels.
 """
@@ -16,8 +16,17 @@ from rlplace.placement.common.oparrays import op_arrays
 from rlplace.problem import Problem
 from rlplace.problem.order import grouped
 
+BINS = 64
+"""Parts that the step is divided into."""
 
-class Facts(NamedTuple):
+TIGHT, STRICT = range(2)
+"""Two ways to call work critical, first axis of the fields that count it; see `rlplace.envs.guide.analysis.SHARPNESS`."""
+
+STEP, BUSIEST, WORK, CHANNEL, CHAIN_WORK, CHAIN_WAIT, CHAIN_SENT, OVERFLOW = range(8)
+"""Entries of `View.total`."""
+
+
+class AnalysisTables(NamedTuple):
     """Constants of an instance."""
 
     group_s: Any  # float64 [G, D], work of each group on each device; inf where it may not sit
@@ -57,14 +66,71 @@ class Facts(NamedTuple):
     position: Any  # int64 [G], of a group in `order`
 
 
-def make_facts(instance: Instance) -> Facts:
+class View(NamedTuple):
+    """An analysed plan, which `rlplace.envs.guide.analysis` fills. Seconds unless stated otherwise."""
+
+    # Devices and channels.
+    load: Any  # float64 [D], work on each device
+    peak: Any  # float64 [D] bytes
+    pinned: Any  # float64 [D] provable bytes
+    channel: Any  # float64 [C], how long each channel is held
+    # Groups.
+    tightness: Any  # float64 [G], 1 where a delay would lengthen the step, falling with slack
+    slack: Any  # float64 [G], least slack of the group's tasks
+    wait: Any  # float64 [G], how long tasks waited for their device
+    queue: Any  # float64 [G], how long tasks without slack wait for the device while the group runs
+    urgent: Any  # float64 [G], time of the group's tasks that have no slack
+    chain: Any  # float64 [G], time of the group's tasks on the critical chain
+    blocked: Any  # float64 [G], waits for devices on the critical chain, of the group or behind it
+    saved: Any  # float64 [G, D], delays on the critical chain that the group would remove on the device
+    idle: Any  # float64 [G, D], share of the time of a group's tasks in which a device idles
+    clash: Any  # float64 [2, G, D], share of the time of a group's tasks in which a device runs critical work, TIGHT and STRICT
+    crowd: Any  # float64 [2, G], devices that run critical work during the group's tasks, its own left out, TIGHT and STRICT
+    # Edges.
+    gap: Any  # float64 [M], least time between the end of a producer and the start of its consumer
+    margin: Any  # float64 [M], least time between the end of a producer and the latest start of its consumer
+    sent: Any  # float64 [M], transfer time on the critical chain
+    hurried: Any  # float64 [M], longest transfer without slack
+    shared: Any  # float64 [M, D], share of the bytes that other readers bring to a device anyway
+    part: Any  # float64 [M], share of the bytes when those that are sent for several readers are divided among them
+    # The whole.
+    total: Any  # float64 [8], see STEP to OVERFLOW
+    # Buffers.
+    arrival: Any  # float64 [V * D], -1 everywhere between calls
+    late: Any  # float64 [K]
+    before: Any  # int64 [K]
+    free_bins: Any  # float64 [D, BINS]
+    critical_bins: Any  # float64 [2, D, BINS]
+
+
+class SimulatedStep(NamedTuple):
+    """A simulated plan."""
+
+    start_s: Any  # float64 [K], of every task
+    end_s: Any  # float64 [K]
+    transfer: Any  # records of `rlplace.simulator.records.TRANSFER`, those of this step
+    peak_bytes: Any  # int64 [D]
+    step_s: Any  # step time
+    overflow: Any  # relative memory overflow
+
+
+class Moves(NamedTuple):
+    """Up to K moves: sets of groups with the device that each of them goes to."""
+
+    ptr: Any  # int64 [K + 1], offsets into `groups` and `targets`
+    groups: Any  # int32
+    targets: Any  # int32
+    kinds: Any  # int8 [K], see `rlplace.envs.guide.draw`
+
+
+def analysis_tables(instance: Instance) -> AnalysisTables:
     """Returns the arrays of an instance."""
     problem, graph = instance.problem, instance.graph
     produced = np.flatnonzero(problem.tensor_producer >= 0)
     latency, inverse = finite_links(problem)
     arrays = op_arrays(problem)
     edge_of, readers = _edges(problem, graph)
-    fields = Facts(
+    fields = AnalysisTables(
         group_s=graph.time_s,
         mean_s=graph.mean_time_s,
         task_group=problem.op_group,
@@ -96,7 +162,7 @@ def make_facts(instance: Instance) -> Facts:
         order=graph.depth_first_order,
         position=instance.position,
     )
-    return Facts(*(_frozen(name, value) for name, value in fields._asdict().items()))
+    return AnalysisTables(*(_frozen(name, value) for name, value in fields._asdict().items()))
 
 
 def _lists(name: str, tensors: NDArray[Any], ops: NDArray[np.int32], count: int) -> dict[str, Any]:
@@ -147,3 +213,22 @@ def _frozen(name: str, value: Any) -> Any:
     frozen = np.ascontiguousarray(value, dtype=dtype).view()
     frozen.setflags(write=False)
     return frozen
+
+
+def make_view(tables: AnalysisTables) -> View:
+    """Returns buffers for an instance."""
+    groups, devices = tables.group_s.shape
+    tasks, values, edges = len(tables.task_group), len(tables.consumer_ptr) - 1, len(tables.edge_bytes)
+    sizes = {
+        "channel": int(tables.channels.max(initial=0)) + 1, "total": 8, "arrival": values * devices,
+        "late": tasks, "before": tasks,
+        **dict.fromkeys(("load", "peak", "pinned"), devices),
+        **dict.fromkeys(("tightness", "slack", "wait", "queue", "urgent", "chain", "blocked"), groups),
+        **dict.fromkeys(("saved", "idle"), (groups, devices)),
+        **dict.fromkeys(("gap", "margin", "sent", "hurried", "part"), edges),
+        "shared": (edges, devices),
+        "clash": (2, groups, devices), "crowd": (2, groups), "free_bins": (devices, BINS), "critical_bins": (2, devices, BINS),
+    }  # fmt: skip
+    view = View(**{name: np.zeros(size, dtype=np.int64 if name == "before" else np.float64) for name, size in sizes.items()})
+    view.arrival[:] = -1.0
+    return view

@@ -13,10 +13,10 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from rlplace.envs.base import Observation, PlacerEnv
+from rlplace.envs.batch import Batch, Infos
 from rlplace.envs.instance import Instance
 from rlplace.envs.placement import PlacementEnv
 from rlplace.envs.refinement import RefinementEnv
-from rlplace.envs.vector.batch import Batch, Infos
 from rlplace.errors import InputError, show
 
 

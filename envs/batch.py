@@ -1,7 +1,7 @@
 """The episodes of N environments on problems of a list, stepped by one compiled call.
 
 A single environment is a batch of one and holds the rules: instances, rewards, starting plans. Vector environments are batches
-of N (`rlplace.envs.vector.base`).
+of N (`rlplace.envs.vector`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.envs.guide.draw import SHARES
+from rlplace.envs import construction as c
+from rlplace.envs import refinement_kernel as r
 from rlplace.envs.instance import infeasible_reward
-from rlplace.envs.vector.construct import ILLEGAL as NOT_LEGAL
-from rlplace.envs.vector.construct import RUNNING as GOES_ON
-from rlplace.envs.vector.construct import STUCK, builds_for, construct, plots_of
-from rlplace.envs.vector.refine import BEGIN, ILLEGAL, LOOK, RUNNING, STEP, known_of, refine, room_for, state_for
 
 if TYPE_CHECKING:
     from rlplace.envs.base import Observation, PlacerEnv
@@ -111,39 +108,39 @@ class PlacementBatch(Batch):
     def __init__(self, rules: PlacementEnv, count: int, threads: int = 1) -> None:
         """See `Batch`."""
         super().__init__(rules, count, threads)
-        self._plots = tuple(plots_of(rules.instances))
-        self.builds = builds_for(count, rules.max_groups, rules.max_devices)
-        self.plan, self.legal = self.builds.plan, self.builds.legal
+        self._bank = tuple(c.construction_bank(rules.instances))
+        self.state = c.construction_state(count, rules.max_groups, rules.max_devices)
+        self.plan, self.legal = self.state.plan, self.state.legal
 
     def _run(self, rows: Rows, actions: NDArray[np.int64], begin: bool) -> None:
-        builds = tuple(self.builds)
-        self._spread(lambda part, _: construct(self._plots, builds, part, actions, begin), rows)
+        state = tuple(self.state)
+        self._spread(lambda part, _: c.construct(self._bank, state, part, actions, begin), rows)
 
     def begin(self, rows: Rows, random: Starts, options: Mapping[str, Any]) -> None:
         """See `Batch`."""
-        self.builds.instance[rows] = self.index[rows]
-        self._run(rows, self.builds.instance, True)
+        self.state.instance[rows] = self.index[rows]
+        self._run(rows, self.state.instance, True)
 
     def advance(self, rows: Rows, actions: NDArray[np.int64], rewards: NDArray[np.float64]) -> dict[int, Infos]:
         """See `Batch`."""
-        builds = self.builds
+        state = self.state
         self._run(rows, actions, False)
         closing: dict[int, Infos] = {}
-        for e in rows[builds.status[rows] != GOES_ON].tolist():
+        for e in rows[state.status[rows] != c.RUNNING].tolist():
             number = int(self.index[e])
-            if builds.status[e] == NOT_LEGAL:
-                overflow = float(builds.overflow[e])
+            if state.status[e] == c.ILLEGAL:
+                overflow = float(state.overflow[e])
                 rewards[e] = infeasible_reward(overflow)
                 closing[e] = {"problem": number, "feasible": False, "illegal": True, "relative_overflow": overflow}
                 continue
             plan = self.plan[e, : self.rules.instances[number].problem.num_groups]
-            plan[:], rewards[e], closing[e] = self.rules.finish(number, plan, stuck=bool(builds.status[e] == STUCK))
+            plan[:], rewards[e], closing[e] = self.rules.finish(number, plan, stuck=bool(state.status[e] == c.STUCK))
         return closing
 
     def observe(self) -> Observation:
         """See `Batch`."""
-        builds = self.builds
-        return self._observed(candidates=builds.table, candidate_group=builds.group, context=builds.context)
+        state = self.state
+        return self._observed(candidates=state.table, candidate_group=state.group, context=state.context)
 
 
 class RefinementBatch(Batch):
@@ -154,9 +151,9 @@ class RefinementBatch(Batch):
     def __init__(self, rules: RefinementEnv, count: int, threads: int = 1) -> None:
         """See `Batch`."""
         super().__init__(rules, count, threads)
-        self._known = tuple(known_of(rules.instances))
-        self._rooms = [tuple(room_for(rules.instances, rules.moves)) for _ in range(threads)]
-        self.state = state_for(count, rules.moves, rules.max_groups)
+        self._bank = tuple(r.refinement_bank(rules.instances))
+        self._scratch = [tuple(r.scratch_for(rules.instances, rules.moves)) for _ in range(threads)]
+        self.state = r.refinement_state(count, rules.moves, rules.max_groups)
         self.plan, self.legal = self.state.plan, self.state.legal
         self._still = np.zeros(count, dtype=np.int64)
 
@@ -186,7 +183,7 @@ class RefinementBatch(Batch):
             state.plan[e, groups:] = state.best_plan[e, groups:] = -1
             state.plan[e, :groups], moves = rules.starting_plan(instance, random[e], options.get("plan"))
             for _ in range(moves):
-                self._run(row, self._still, LOOK)
+                self._run(row, self._still, r.LOOK)
                 legal = np.flatnonzero(state.legal[e])
                 state.plan[e, :groups] = self.moved(e, int(legal[random[e].integers(len(legal))]))
             if not rules.simulates:
@@ -194,7 +191,7 @@ class RefinementBatch(Batch):
         if rules.simulates:
             rules.backend.calls += len(rows)
         state.left[rows] = rules.max_moves
-        self._run(rows, self._still, BEGIN)
+        self._run(rows, self._still, r.BEGIN)
 
     def advance(self, rows: Rows, actions: NDArray[np.int64], rewards: NDArray[np.float64]) -> dict[int, Infos]:
         """See `Batch`."""
@@ -206,17 +203,17 @@ class RefinementBatch(Batch):
         else:
             for e in makes.tolist():
                 self._measure(e, self.moved(e, int(actions[e])))
-        self._run(rows, actions, STEP)
+        self._run(rows, actions, r.STEP)
         rewards[rows] = state.reward[rows]
         if not rules.plain:
-            for e in rows[(state.status[rows] != ILLEGAL) & (state.reward[rows] > 0)].tolist():
+            for e in rows[(state.status[rows] != r.ILLEGAL) & (state.reward[rows] > 0)].tolist():
                 was, now = (before[0][e], before[1][e]), (state.best_s[e], state.best_overflow[e])
                 rewards[e] = rules.gain(rules.instances[self.index[e]], was, now)
         closing = {}
-        for e in rows[state.status[rows] != RUNNING].tolist():
+        for e in rows[state.status[rows] != r.RUNNING].tolist():
             plan = state.best_plan[e, : rules.instances[self.index[e]].problem.num_groups]
             info = rules.closing_info(int(self.index[e]), state.best_s[e], state.best_overflow[e], plan)
-            closing[e] = {**info, "illegal": bool(state.status[e] == ILLEGAL)}
+            closing[e] = {**info, "illegal": bool(state.status[e] == r.ILLEGAL)}
         return closing
 
     def observe(self) -> Observation:
@@ -228,7 +225,7 @@ class RefinementBatch(Batch):
         state, most = tuple(self.state), self.rules.max_moves
 
         def call(part: Rows, thread: int) -> None:
-            refine(self._known, self._rooms[thread], state, part, actions, most, mode, self.rules.choosy, SHARES)
+            r.refine(self._bank, self._scratch[thread], state, part, actions, most, mode, self.rules.choosy)
 
         self._spread(call, rows)
 

@@ -53,7 +53,7 @@ def test_equal_for_a_seed(make_network):
     for seed in (4, 4, 5):
         search = GuidedSearch(instance, make_network(), start_of(instance), seed=seed)
         search.run(calls=60)
-        paths.append((search.best_plan.tolist(), search.best, search._plan.tolist(), search._counts.tolist()))
+        paths.append((search.best_plan.tolist(), search.best, search._state.plan.tolist(), search._state.counts.tolist()))
     assert paths[0] == paths[1] != paths[2]
 
 

@@ -38,7 +38,7 @@ class Building:
 
     @property
     def load_s(self):
-        return self.env.batch.builds.load_s[0]
+        return self.env.batch.state.load_s[0]
 
     def table(self):
         return self.seen["candidates"].reshape(-1, len(CONSTRUCTION_FEATURES))
@@ -211,12 +211,10 @@ def test_moves(case):
     assume(len(set(first.view.load)) == len(new))
     count = first.draw(plan)
     assert abs(second.look(new[plan])[0] - step) <= 1e-9 * step
-    second.ptr[:], second.groups[:], second.kinds[:] = first.ptr, first.groups, first.kinds
-    second.targets[:] = new[np.minimum(first.targets, len(new) - 1)]
-    move_features(
-        *second.arguments, new[plan], second.ptr, second.groups, second.targets, second.kinds, count, new[plan],
-        second.table,
-    )  # fmt: skip
+    second.moves.targets[:] = new[np.minimum(first.moves.targets, len(new) - 1)]
+    for name in ("ptr", "groups", "kinds"):
+        getattr(second.moves, name)[:] = getattr(first.moves, name)
+    move_features(*second.arguments, new[plan], tuple(second.moves), count, new[plan], second.table)
     np.testing.assert_allclose(second.table[:count], first.table[:count], rtol=1e-4, atol=1e-5)
     for a, b in zip(first.price(plan, np.arange(count)), second.price(new[plan], np.arange(count)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9)

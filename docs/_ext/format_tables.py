@@ -6,7 +6,7 @@ import re
 import msgspec.inspect as types
 from msgspec import NODEFAULT
 
-from rlplace.agents.problems import sources
+from rlplace.agents.problems import cases
 from rlplace.cluster import fabric, presets
 from rlplace.cluster import file as cluster_file
 from rlplace.cost import curve, table, timings
@@ -78,7 +78,7 @@ FORMATS = {
         "rows[]": comparison.ComparisonRow,
         "summaries[]": comparison.Summary,
     },
-    "cases": {"cases.json": sources._Index, "cases[]": sources._Entry},
+    "cases": {"cases.json": cases._Index, "cases[]": cases._Entry},
     "training": {
         "rlplace.json": untrusted.CheckpointFacts,
         "random": untrusted.RandomStreams,

@@ -44,7 +44,6 @@ NCCL charges 3.4 us a hop over NVLink and 5.7 us over PCIe (tuning.cc, Simple pr
 _LARGE = float(1 << 30)  # bytes: the message size at which the slowest of several fabrics counts
 _Algorithm = tuple[Phase, ...]  # times of its phases add up
 _Share = tuple[Fabric | None, tuple[int, ...]]  # a fabric with those of a group's devices that it serves
-_Share = tuple[Fabric | None, tuple[int, ...]]  # a fabric with those of a group's devices that it serves
 
 
 @overload

@@ -37,7 +37,7 @@ def build_graph(assembly: Assembly, **fields: Any) -> OpGraph:
     rows = tensors.rows(number)
     ops = [_op_row(assembly, key, number) | {"temporary_bytes": tensors.temporary_bytes(key)} for key in order]
     colocate = _colocation(assembly, order, number)
-    columns = {
+    columns: dict[str, Any] = {
         field: tuple(op[key] for op in ops) if dtype is None else np.array([op[key] for op in ops], dtype=dtype)
         for key, (field, dtype) in OP_COLUMNS.items()
         if key != "colocate"

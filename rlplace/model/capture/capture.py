@@ -87,8 +87,10 @@ def capture(
         raise unknown_name("optimizer", optimizer, OPTIMIZERS)
     if method is not None and method not in METHODS:
         raise unknown_name("capture method", method, METHODS)
+    from torch import nn
+
     from rlplace.model.capture.fake import DEVICES
-    from rlplace.model.capture.step import TrainingStep, nn
+    from rlplace.model.capture.step import TrainingStep
 
     if not isinstance(model, nn.Module):
         raise InputError(f"model: expected a torch.nn.Module, found {show(model)}")

@@ -146,7 +146,8 @@ class _Contraction:
         for row, share in enumerate((time / scale[0], held / scale[1])):
             np.add.at(sums[row], group, share)
             np.maximum.at(peaks[row], group, share)
-        self.time, self.held, self.peak_time, self.peak_held = *sums.tolist(), *peaks.tolist()
+        self.time, self.held = sums.tolist()
+        self.peak_time, self.peak_held = peaks.tolist()
         self.num_groups = len(np.unique(group))
         self.loose_views = loose_views(graph, label)
         self.cap = 0.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rlplace.cluster.collectives import COMPUTE_SLOWDOWN
 
-OPTIMIZER_OFFLOAD, FULL_OFFLOAD = 1, 2
-"""Indices of `rlplace.strategy.drafts.OFFLOAD`."""
+FULL_OFFLOAD = 2
+"""Index of ``"all"`` in `rlplace.strategy.drafts.OFFLOAD`."""
 
 WHOLE, ONCE, EACH_BACKWARD, EACH_PASS = range(4)
 """Ways to keep a block's weights: whole; gathered once a step, gradients reduced once a step; likewise, gradients reduced every

@@ -36,7 +36,7 @@ from rlplace.strategy.search.fit import changed, fitted, other_choices
 from rlplace.strategy.search.moves import Moves
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.tries import OutOfBudgetError, SearchProblem, Tried, Tries
-from rlplace.strategy.search.uniform import Options
+from rlplace.strategy.search.uniform import UniformOptions
 from tests.strategy.brute_force import quicker, small_question
 from tests.strategy.random_costs import random_costs
 
@@ -91,7 +91,7 @@ class Walk:
 
     def __init__(self, question: SearchProblem, rng: Generator, seconds: float) -> None:
         self.tries, self.rng = Tries(question, time_limit_s=seconds), rng
-        self.moves, self.options = Moves(question), list(Options(question).every())
+        self.moves, self.options = Moves(question), list(UniformOptions(question).every())
         self.end_s = time.process_time() + seconds
 
     def start(self) -> Tried:

@@ -27,7 +27,7 @@ from rlplace.strategy.search import moves
 from rlplace.strategy.search.fit import changed, fitted, other_choices
 from rlplace.strategy.search.search import SearchResult, search
 from rlplace.strategy.search.tries import SearchProblem, Tried, Tries
-from rlplace.strategy.search.uniform import Option, Options
+from rlplace.strategy.search.uniform import Option, UniformOptions
 
 MEMORY = "memory"
 KINDS = (*moves.KINDS, MEMORY)
@@ -77,7 +77,7 @@ class Board:
 
     @cached_property
     def _uniform(self) -> list[Option]:
-        return list(Options(self.question).every())
+        return list(UniformOptions(self.question).every())
 
     @cached_property
     def floor(self) -> Tried:

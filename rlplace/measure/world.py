@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rlplace.cluster import Cluster
 from rlplace.cluster.links import Links
 from rlplace.measure.log import Ended
-from rlplace.strategy.costs import BlockCosts, Cut, Floats, HeldCosts, PassCosts, Tie
+from rlplace.strategy.costs import BlockCosts, BlockPassCosts, Cut, Floats, HeldCosts, Tie
 from rlplace.strategy.drafts import Draft, kind_of
 from rlplace.strategy.executor.evaluate import PARTS, DraftEvaluator, StepEvaluation
 from rlplace.strategy.search.tries import SearchProblem
@@ -176,7 +176,7 @@ class _WorldCosts:
         self.kinds = tuple(kinds)
         number = {name: index for index, name in enumerate(base.kinds)}
         self._kind = [(number[name], factor) for name, factor in kinds.values()]
-        self._known: dict[tuple[int, Cut], PassCosts] = {}
+        self._known: dict[tuple[int, Cut], BlockPassCosts] = {}
 
     names: tuple[str, ...]
     ties: tuple[Tie, ...]
@@ -186,7 +186,7 @@ class _WorldCosts:
     def why_not(self, cut: Cut) -> str | None:
         return self._base.why_not(cut)
 
-    def passes(self, kind: int, cut: Cut) -> PassCosts:
+    def passes(self, kind: int, cut: Cut) -> BlockPassCosts:
         if (kind, cut) not in self._known:
             number, factor = self._kind[kind]
             base, launch_s = self._base.passes(number, cut), self._world.launch_s

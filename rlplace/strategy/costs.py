@@ -54,7 +54,7 @@ class Cut:
 
 
 @dataclass(frozen=True, eq=False)
-class PassCosts:
+class BlockPassCosts:
     """One pass of every block on one device.
 
     Attributes:
@@ -153,7 +153,7 @@ class BlockCosts(Protocol):
         """Explains why a pass cannot be cut like that; None where it can."""
         ...
 
-    def passes(self, kind: int, cut: Cut) -> PassCosts:
+    def passes(self, kind: int, cut: Cut) -> BlockPassCosts:
         """Returns a pass on a device of that kind.
 
         Raises:

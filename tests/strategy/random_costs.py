@@ -17,9 +17,9 @@ from rlplace.strategy.costs import (
     CONTEXT_GATHER,
     CONTEXT_SCATTER,
     EXPERT_ALL_TO_ALL,
+    BlockPassCosts,
     Cut,
     HeldCosts,
-    PassCosts,
     Tie,
 )
 from rlplace.strategy.drafts import Draft, Mesh
@@ -54,14 +54,14 @@ class RandomCosts:
             return "no such expert degree"
         return None if cut.tensor <= 8 else "no such tensor degree"
 
-    def passes(self, kind: int, cut: Cut) -> PassCosts:
+    def passes(self, kind: int, cut: Cut) -> BlockPassCosts:
         if cut.tensor > 8:
             raise InputError("cut: no such tensor degree")
         if (kind, cut) not in self.known:
             self.known[kind, cut] = self._passes(kind, cut)
         return self.known[kind, cut]  # type: ignore[return-value]
 
-    def _passes(self, kind: int, cut: Cut) -> PassCosts:
+    def _passes(self, kind: int, cut: Cut) -> BlockPassCosts:
         part = cut.samples / cut.context / cut.tensor
         forward = self.fixed_s + self.forward * part / self.speed[kind]
         backward = forward * self.ratio
@@ -99,7 +99,7 @@ class RandomCosts:
         ]
         most = np.maximum(begins + returned, ends)
         working = [np.stack([whole // 5] * 3), most, np.maximum(begins, ends), np.maximum.reduce([most, *grown])]
-        return PassCosts(
+        return BlockPassCosts(
             forward_s=forward,
             backward_s=backward,
             weight_s=backward * self.weight_part,

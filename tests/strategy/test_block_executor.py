@@ -17,7 +17,7 @@ from rlplace.strategy.costs import Cut
 from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.executor.meshes import copy_groups, lanes, share_groups, tensor_groups
-from rlplace.strategy.executor.traffic import SIZES, Traffic, table_s
+from rlplace.strategy.executor.traffic import SIZES, ClusterTraffic, table_s
 from tests.pipeline_theory import bubble_s, in_flight
 from tests.strategy.random_costs import CLUSTERS, random_costs, random_draft
 
@@ -299,7 +299,7 @@ def test_tables_hold_the_times_of_collectives():
         cluster = Cluster.preset(name)
         group = tuple(range(cluster.num_devices))
         for kind in ("all_reduce", "all_gather", "all_to_all"):
-            table = Traffic(cluster).table(kind, (group,))
+            table = ClusterTraffic(cluster).table(kind, (group,))
             sizes = 2.0 ** RNG(0).uniform(8, 45, 500)
             times = collective_s(cluster.links, kind, group, sizes)
             assert [table_s(table, size) for size in SIZES.tolist()[1:]] == pytest.approx(table[1:].tolist(), rel=1e-12)
@@ -310,7 +310,7 @@ def test_tables_hold_the_times_of_collectives():
 
 def test_groups_that_share_a_card_wait_for_each_other():
     cluster = Cluster.preset("h100:2x4,ib=400g")
-    traffic = Traffic(cluster)
+    traffic = ClusterTraffic(cluster)
     alone = table_s(traffic.table("all_reduce", ((0, 4),)), 1e9)
     together = table_s(traffic.table("all_reduce", ((0, 4), (1, 5), (2, 6), (3, 7))), 1e9)
     assert together == pytest.approx(4 * alone, rel=2e-3)  # they start together, so the latency counts once
@@ -322,7 +322,7 @@ def test_groups_that_share_a_card_wait_for_each_other():
 @pytest.mark.parametrize("seed", range(4))
 def test_a_step_takes_what_the_only_network_card_of_a_device_takes(seed, mesh):
     costs, cluster = drawn(seed, "a100-80g:4x1,eth=25g")
-    place, traffic = Mesh((0, 1, 2, 3), sharding=3, **mesh), Traffic(cluster)
+    place, traffic = Mesh((0, 1, 2, 3), sharding=3, **mesh), ClusterTraffic(cluster)
     held, result = costs.held(place.tensor), DraftEvaluator(costs, cluster).evaluate(plain(8, place, microbatches=1))
     card_s = result.parts["tensor"]
     for weights, gradients in zip(held.weight_bytes.tolist(), (held.gradient_bytes * held.gradient_item).tolist(), strict=True):

@@ -16,7 +16,7 @@ from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor import packing
 from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.executor.reference import evaluate_reference
-from rlplace.strategy.executor.traffic import SIZES, Traffic, table_s
+from rlplace.strategy.executor.traffic import SIZES, ClusterTraffic, table_s
 from tests.strategy.random_costs import CLUSTERS, random_costs, random_draft
 
 FIELDS = ("step_time_s", "over_bytes", "stage_busy_s", "peak_memory_bytes", "host_bytes")
@@ -65,7 +65,7 @@ def test_without_links_the_step_never_ends():
 
 def test_tables_of_many_sizes_say_what_single_ones_say():
     sizes = np.concatenate([SIZES[1:], 2.0 ** np.random.default_rng(0).uniform(0, 50, 500)])
-    traffic = Traffic(PRESETS["v100:8"])
+    traffic = ClusterTraffic(PRESETS["v100:8"])
     traffic.tables[7] = np.inf
     number = traffic.collective("all_reduce", (tuple(range(8)),))
     for calls, numbers in ((1.0, [number]), (2.0, [number]), (1.0, [7])):

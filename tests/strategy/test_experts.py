@@ -19,7 +19,7 @@ from rlplace.strategy.drafts import Draft, Mesh, draft_of, kind_of
 from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.executor.meshes import lanes
 from rlplace.strategy.executor.packing import Packer, placed_blocks
-from rlplace.strategy.executor.traffic import Traffic
+from rlplace.strategy.executor.traffic import ClusterTraffic
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import SearchProblem
@@ -94,7 +94,7 @@ def test_experts_of_one_device_each_are_not_gathered(mixtral: PricedBlocks) -> N
     held, links = mixtral.held(1, 4), CLUSTER.links
     dense = (held.weight_bytes - held.expert_bytes[0]).astype(float)
     first = collective_s(links, "all_gather", place.devices, float(dense[0]))
-    found = placed_blocks(draft(place), lanes(draft(place))[0], Packer(mixtral, CLUSTER, Traffic(CLUSTER)))[0]
+    found = placed_blocks(draft(place), lanes(draft(place))[0], Packer(mixtral, CLUSTER, ClusterTraffic(CLUSTER)))[0]
     assert found[0].gather_s == pytest.approx(first, rel=0.01)
     assert found[LAYER].gather_s == pytest.approx(collective_s(links, "all_gather", place.devices, float(dense[1])), rel=0.01)
 

@@ -16,7 +16,7 @@ from rlplace.strategy.drafts import Mesh, plain_draft
 from rlplace.strategy.executor import arrays as c
 from rlplace.strategy.executor.meshes import borders
 from rlplace.strategy.executor.packing import Packer
-from rlplace.strategy.executor.traffic import Traffic, table_s, tie_exchanges
+from rlplace.strategy.executor.traffic import ClusterTraffic, table_s, tie_exchanges
 from tests.strategy.random_costs import random_costs, random_draft
 
 FOUR = Cluster.preset("a100-80g:4")
@@ -31,7 +31,7 @@ def joined_by(bandwidth, channels=None):
 
 def packed(cluster, blocks=6, **changes):
     costs = dataclasses.replace(random_costs(np.random.default_rng(0), cluster, blocks), known={}, **changes)
-    return costs, Packer(costs, cluster, Traffic(cluster))
+    return costs, Packer(costs, cluster, ClusterTraffic(cluster))
 
 
 def test_several_groups_take_as_long_as_the_slowest():
@@ -40,8 +40,8 @@ def test_several_groups_take_as_long_as_the_slowest():
     cluster = joined_by(bandwidth)
     quick, slow = (collective_s(cluster.links, "all_reduce", group, SIZE) for group in ((0, 1), (2, 3)))
     assert slow > 5 * quick
-    assert table_s(Traffic(cluster).table("all_reduce", ((0, 1), (2, 3))), SIZE) == pytest.approx(slow)
-    assert table_s(Traffic(cluster).table("all_reduce", ((0, 1),)), SIZE) == pytest.approx(quick)
+    assert table_s(ClusterTraffic(cluster).table("all_reduce", ((0, 1), (2, 3))), SIZE) == pytest.approx(slow)
+    assert table_s(ClusterTraffic(cluster).table("all_reduce", ((0, 1),)), SIZE) == pytest.approx(quick)
 
 
 def test_ways_that_share_a_channel_hold_one_number_in_common():
@@ -50,7 +50,7 @@ def test_ways_that_share_a_channel_hold_one_number_in_common():
     held[0][1], held[2][3], held[1][2] = (0, 1), (0,), (1,)
     cluster = joined_by(np.full((4, 4), 1e9), tuple(map(tuple, held)))
     pairs = {(0, 1): (((0, 1),), 1.0), (2, 3): (((2, 3),), 1.0), (1, 2): (((1, 2),), 0.5)}
-    ways = Traffic(cluster).ways(pairs)
+    ways = ClusterTraffic(cluster).ways(pairs)
     first, second, third = (set(ways[border].channels) for border in pairs)
     assert first & second and first & third and not second & third
     assert (ways[0, 1].latency_s, ways[0, 1].part, ways[1, 2].part) == (1e-6, 1.0, 0.5)
@@ -60,7 +60,7 @@ def test_ways_that_share_a_channel_hold_one_number_in_common():
 @pytest.mark.parametrize("devices", [3, DEVICES_PER_SOCKET, DEVICES_PER_SOCKET + 1, 2 * DEVICES_PER_SOCKET])
 def test_devices_of_a_host_share_the_memory_of_its_sockets(devices):
     sockets = 1 if devices <= DEVICES_PER_SOCKET else 2
-    traffic = Traffic(Cluster.preset(f"a100-80g:{devices}"))
+    traffic = ClusterTraffic(Cluster.preset(f"a100-80g:{devices}"))
     assert devices * traffic.host_memory_bytes_per_s(0) == pytest.approx(sockets * HOST_MEMORY_BYTES_PER_S)
 
 
@@ -93,7 +93,7 @@ def test_what_was_packed_before_changes_nothing(cluster):
     drafts = [*unlike_pairs(), *(random_draft(rng, cluster, 6) for _ in range(40))]
     costs, kept = packed(cluster)
     for draft in drafts:
-        found, fresh = contents(kept, draft), contents(Packer(costs, cluster, Traffic(cluster)), draft)
+        found, fresh = contents(kept, draft), contents(Packer(costs, cluster, ClusterTraffic(cluster)), draft)
         for name, wanted in fresh.items():
             np.testing.assert_array_equal(found[name], wanted, err_msg=name)
         assert found["microbatches"].max() == max(draft.microbatches)
@@ -131,7 +131,7 @@ def test_a_tie_is_summed_at_the_size_of_its_largest_part():
     costs, _ = packed(FOUR, ties=(Tie((0, 5), 1 << 26, 1 << 26, 0),), item=1.0)
     for places in ([Mesh((0, 1), shard=2, sharding=1), Mesh((2,))], [Mesh((2,)), Mesh((0, 1), shard=2, sharding=1)]):
         draft = plain_draft((0, 3, 6), places, microbatches=(4,), schedule="1f1b")
-        ((seconds, involved),) = tie_exchanges(draft, costs, Traffic(FOUR))
+        ((seconds, involved),) = tie_exchanges(draft, costs, ClusterTraffic(FOUR))
         first = tuple(place.devices[0] for place in places)
         assert involved == (0, 1) and seconds == pytest.approx(collective_s(FOUR.links, "all_reduce", first, SIZE))
     assert set(borders(draft)) == {(0, 1), (1, 0)}

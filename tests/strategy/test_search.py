@@ -22,7 +22,7 @@ from rlplace.strategy.search.moves import Moves
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import OutOfBudgetError, SearchProblem, Tries
-from rlplace.strategy.search.uniform import Options
+from rlplace.strategy.search.uniform import UniformOptions
 from tests.captured import captured
 from tests.strategy.brute_force import quicker, small_question
 from tests.strategy.random_costs import random_costs
@@ -64,7 +64,7 @@ def test_balanced_stages_are_the_best_of_all_cuts(data: st.DataObject) -> None:
 
 def all_drafts(asked: SearchProblem) -> list[Draft]:
     balance = asked.balance
-    return [option.draft(balance) for option in Options(asked).every()]
+    return [option.draft(balance) for option in UniformOptions(asked).every()]
 
 
 @pytest.mark.parametrize("text", ["a100-80g:4", "a100-80g:2+t4:2", "h100:2x4,ib=400g"])
@@ -72,7 +72,7 @@ def test_bounds_of_uniform_strategies_hold(text: str) -> None:
     asked = question(1, text)
     balance = asked.balance
     checked = 0
-    for option in list(Options(asked).every())[::4]:
+    for option in list(UniformOptions(asked).every())[::4]:
         draft = option.draft(balance)
         assert draft.batch == asked.batch and kind_of(draft) == option.shape.kind
         tried = Tries(asked).score(draft)

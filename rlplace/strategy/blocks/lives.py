@@ -26,7 +26,7 @@ _SELECTED = ("gemm", "conv", "attention")
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """Bytes of B blocks: the fields of `rlplace.strategy.costs.PassCosts`."""
+    """Bytes of B blocks: the fields of `rlplace.strategy.costs.BlockPassCosts`."""
 
     kept_bytes: Bytes
     working_bytes: Bytes

@@ -40,7 +40,7 @@ from rlplace.strategy.blocks.op_costs import (
     representatives,
     ties_of,
 )
-from rlplace.strategy.costs import COLLECTIVE_KINDS, Cut, Floats, HeldCosts, PassCosts
+from rlplace.strategy.costs import COLLECTIVE_KINDS, BlockPassCosts, Cut, Floats, HeldCosts
 from rlplace.strategy.layouts.tensor_layout import (
     VOCABULARY,
     LayoutSearch,
@@ -162,7 +162,7 @@ class PricedBlocks:
             found.setdefault(self.names[block_of[path]], {})[path] = word
         return found
 
-    def passes(self, kind: int, cut: Cut) -> PassCosts:
+    def passes(self, kind: int, cut: Cut) -> BlockPassCosts:
         """Returns a pass on a device of that kind.
 
         Raises:
@@ -216,7 +216,7 @@ class PricedBlocks:
         seconds: Floats = part_times(self._pass_seconds(kind, cut)[:, None], parts[:, None], origin)[:, 0]
         return seconds
 
-    def _pass(self, kind: int, cut: Cut) -> PassCosts:
+    def _pass(self, kind: int, cut: Cut) -> BlockPassCosts:
         self._allowed(cut)
         found = self._at(cut)
         of_op, seconds = self.blocks.of_op, self._pass_seconds(kind, cut)
@@ -227,7 +227,7 @@ class PricedBlocks:
             moved += moved_by(layout, whole, len(self.names))
         phase, memory, step = self.graph.op_phase, found.memory, self.step_ops(True)
         sizes = np.pad(found.tensor_bytes, (0, len(step.producer) - len(found.tensor_bytes)))
-        return PassCosts(
+        return BlockPassCosts(
             forward_s=self._totals(found, of_op, seconds * (phase == FORWARD)),
             backward_s=self._totals(found, of_op, seconds * ((phase != FORWARD) & (phase != UPDATE))),
             weight_s=self._totals(found, of_op[origin], weight),

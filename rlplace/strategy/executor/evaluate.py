@@ -21,7 +21,7 @@ from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor import arrays as c
 from rlplace.strategy.executor.meshes import check_draft, expert_share_degree, places_of, share_degree, tie_groups
 from rlplace.strategy.executor.packing import NO_TIES, Frame, Packer
-from rlplace.strategy.executor.traffic import Traffic, table_s, tie_part
+from rlplace.strategy.executor.traffic import ClusterTraffic, table_s, tie_part
 
 PARTS = ("compute", "tensor", "gather", "exchange", "hand_over", "bubble", "update")
 """Parts of a step on its busiest place: ops; collectives inside blocks; exposed gathers of parameters; exposed exchange of
@@ -68,7 +68,7 @@ class StepEvaluation:
     executor: str = EXECUTOR
 
 
-def side_by_side(draft: Draft, alone: Sequence[StepEvaluation], costs: BlockCosts, traffic: Traffic) -> StepEvaluation:
+def side_by_side(draft: Draft, alone: Sequence[StepEvaluation], costs: BlockCosts, traffic: ClusterTraffic) -> StepEvaluation:
     """Returns step time and memory of a draft of several pipelines, from those of each pipeline alone.
 
     Raises:
@@ -98,7 +98,7 @@ def side_by_side(draft: Draft, alone: Sequence[StepEvaluation], costs: BlockCost
     )
 
 
-def _gradient_sum_s(pipelines: Sequence[Draft], costs: BlockCosts, traffic: Traffic) -> float:
+def _gradient_sum_s(pipelines: Sequence[Draft], costs: BlockCosts, traffic: ClusterTraffic) -> float:
     """Returns seconds in which pipelines sum the gradients of all blocks."""
     bytes_of = [[_exchanged_bytes(place, costs) for place in pipeline.places] for pipeline in pipelines]
     spent: Counter[tuple[int, int]] = Counter()  # by pipeline and place
@@ -150,7 +150,7 @@ class DraftEvaluator:
     """
 
     def __init__(self, costs: BlockCosts, cluster: Cluster) -> None:
-        self.costs, self.cluster, self.traffic = costs, cluster, Traffic(cluster)
+        self.costs, self.cluster, self.traffic = costs, cluster, ClusterTraffic(cluster)
         self._packer = Packer(costs, cluster, self.traffic)
 
     def score(self, draft: Draft) -> tuple[float, float]:

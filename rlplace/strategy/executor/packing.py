@@ -31,7 +31,7 @@ from rlplace.strategy.executor.meshes import (
     share_groups,
     stage_actions,
 )
-from rlplace.strategy.executor.traffic import Traffic, tie_exchanges, tie_part
+from rlplace.strategy.executor.traffic import ClusterTraffic, tie_exchanges, tie_part
 
 Passes = frozenset[tuple[int, int]]
 """Samples and device kinds of the passes that some replicas run."""
@@ -52,7 +52,7 @@ class Rows:
         rows: float64 [rows, B, ROW]; grows.
     """
 
-    def __init__(self, costs: BlockCosts, cluster: Cluster, traffic: Traffic) -> None:
+    def __init__(self, costs: BlockCosts, cluster: Cluster, traffic: ClusterTraffic) -> None:
         self.costs, self.traffic = costs, traffic
         self._kind = kind_numbers(costs, cluster)
         self.rows = np.zeros((8, len(costs.names), c.ROW))
@@ -148,7 +148,7 @@ class Packer:
         costed: Rows of costs, which frames refer to.
     """
 
-    def __init__(self, costs: BlockCosts, cluster: Cluster, traffic: Traffic) -> None:
+    def __init__(self, costs: BlockCosts, cluster: Cluster, traffic: ClusterTraffic) -> None:
         self.costs, self.cluster, self.traffic = costs, cluster, traffic
         self._room = room_bytes(cluster)
         self._forget()

@@ -24,16 +24,18 @@ from rlplace.strategy.executor.reference_blocks import (
     stage_action,
 )
 from rlplace.strategy.executor.rules import EACH_BACKWARD, EACH_PASS, ONCE
-from rlplace.strategy.executor.traffic import Traffic, Way, tie_exchanges
+from rlplace.strategy.executor.traffic import ClusterTraffic, Way, tie_exchanges
 
 
-def evaluate_reference(draft: Draft, costs: BlockCosts, cluster: Cluster, traffic: Traffic | None = None) -> StepEvaluation:
+def evaluate_reference(
+    draft: Draft, costs: BlockCosts, cluster: Cluster, traffic: ClusterTraffic | None = None
+) -> StepEvaluation:
     """Returns step time and memory of a draft.
 
     Raises:
         InputError: The draft contradicts itself, its schedule cannot run it, or a pass cannot be cut as it says.
     """
-    traffic = traffic or Traffic(cluster)
+    traffic = traffic or ClusterTraffic(cluster)
     if draft.beside:
         alone = [evaluate_reference(one, costs, cluster, traffic) for one in draft.pipelines]
         return side_by_side(draft, alone, costs, traffic)

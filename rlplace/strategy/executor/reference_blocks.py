@@ -37,7 +37,7 @@ from rlplace.strategy.executor.rules import (
     slowed_s,
     wider,
 )  # fmt: skip
-from rlplace.strategy.executor.traffic import Traffic, table_s, tie_part
+from rlplace.strategy.executor.traffic import ClusterTraffic, table_s, tie_part
 
 
 @dataclass
@@ -91,7 +91,7 @@ class ReferenceBlock:
 
 
 def reference_blocks(
-    draft: Draft, index: int, lane: Lane, costs: BlockCosts, cluster: Cluster, traffic: Traffic
+    draft: Draft, index: int, lane: Lane, costs: BlockCosts, cluster: Cluster, traffic: ClusterTraffic
 ) -> list[ReferenceBlock]:
     """Returns all blocks of the model as they would be on a place."""
     place = draft.places[index]
@@ -147,7 +147,7 @@ def reference_blocks(
 
 
 def _meets(place: Mesh, cluster: Cluster) -> tuple[bool, bool]:
-    """Returns `Traffic.meets` by walking every hop of every ring."""
+    """Returns `ClusterTraffic.meets` by walking every hop of every ring."""
     channels = cluster.links.effective_channels
 
     def used(groups: Sequence[Sequence[int]]) -> set[int]:
@@ -161,7 +161,7 @@ def _meets(place: Mesh, cluster: Cluster) -> tuple[bool, bool]:
 
 
 def _add_pass(
-    blocks: list[ReferenceBlock], draft: Draft, place: Mesh, kind: int, samples: int, costs: BlockCosts, traffic: Traffic
+    blocks: list[ReferenceBlock], draft: Draft, place: Mesh, kind: int, samples: int, costs: BlockCosts, traffic: ClusterTraffic
 ) -> None:
     """Makes every block as slow and as large as a pass of so many samples on a device of that kind."""
     passes = costs.passes(kind, place.cut(samples))

@@ -75,7 +75,7 @@ class Way(NamedTuple):
     channels: tuple[int, ...]
 
 
-class Traffic:
+class ClusterTraffic:
     """Times of communication on one cluster, computed once for each set of groups.
 
     Attributes:
@@ -178,7 +178,7 @@ def tie_part(costs: BlockCosts, tie_blocks: Sequence[int], place: Mesh) -> float
     return float(cut[block]) / float(whole[block]) if whole[block] > 0 else 1.0
 
 
-def tie_exchanges(draft: Draft, costs: BlockCosts, traffic: Traffic) -> Iterator[tuple[float, tuple[int, ...]]]:
+def tie_exchanges(draft: Draft, costs: BlockCosts, traffic: ClusterTraffic) -> Iterator[tuple[float, tuple[int, ...]]]:
     """Yields seconds in which the places of a tied weight sum its gradients, and these places."""
     for tie in costs.ties:
         involved = places_of(draft, tie.blocks)

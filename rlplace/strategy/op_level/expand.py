@@ -30,7 +30,7 @@ from rlplace.strategy.executor import arrays as c
 from rlplace.strategy.executor.meshes import Lane, borders, lanes, stage_actions
 from rlplace.strategy.executor.packing import Packer, PlacedBlock, placed_blocks, received_bytes
 from rlplace.strategy.executor.rules import WHOLE
-from rlplace.strategy.executor.traffic import Traffic, table_s, tie_exchanges
+from rlplace.strategy.executor.traffic import ClusterTraffic, table_s, tie_exchanges
 from rlplace.strategy.op_level.expand_pass import PassBuild
 from rlplace.strategy.op_level.stage_ops import PassLifetimes, StageOps
 from rlplace.strategy.op_level.step_build import SEND, TIE, UPDATE_RUN, DeviceRun, Exchange, StepBuild
@@ -197,7 +197,7 @@ class ExpandedDraft:
 
 
 def expand_draft(
-    draft: Draft, costs: OpCosts, cluster: Cluster, traffic: Traffic | None = None, *, named: bool = False
+    draft: Draft, costs: OpCosts, cluster: Cluster, traffic: ClusterTraffic | None = None, *, named: bool = False
 ) -> ExpandedDraft:
     """Lowers a draft to ops.
 
@@ -213,7 +213,7 @@ def expand_draft(
     """
     if draft.beside:
         raise InputError("draft: it has several pipelines beside each other; expand each of them alone")
-    return Expansion(draft, costs, cluster, traffic or Traffic(cluster), named).expanded()
+    return Expansion(draft, costs, cluster, traffic or ClusterTraffic(cluster), named).expanded()
 
 
 def tasks_of(draft: Draft, costs: OpCosts) -> int:
@@ -242,7 +242,7 @@ def _alike(draft: Draft, cluster: Cluster) -> list[list[Lane]]:
 class Expansion:
     """One draft on its way to ops."""
 
-    def __init__(self, draft: Draft, costs: OpCosts, cluster: Cluster, traffic: Traffic, named: bool) -> None:
+    def __init__(self, draft: Draft, costs: OpCosts, cluster: Cluster, traffic: ClusterTraffic, named: bool) -> None:
         self.draft, self.costs, self.cluster, self.traffic, self.named = draft, costs, cluster, traffic, named
         self.split, self.ranges = splits(draft), draft.ranges
         self.packer = Packer(costs, cluster, traffic)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.plan.schedule import SCHEDULES
-from rlplace.strategy.costs import FORWARD_PASS, FULL, RECOMPUTE, Floats, PassCosts, kind_numbers
+from rlplace.strategy.costs import FORWARD_PASS, FULL, RECOMPUTE, BlockPassCosts, Floats, kind_numbers
 from rlplace.strategy.drafts import OFFLOAD, Draft, Mesh
 from rlplace.strategy.executor.meshes import copy_degree, copy_groups, expert_share_degree, share_degree, share_groups
 from rlplace.strategy.executor.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, ONCE, WHOLE, keeping
@@ -270,7 +270,7 @@ def exchange_s(problem: SearchProblem, place: Mesh) -> Floats:
     return traffic.moved_s(tables, moved, np.ones(moved.shape))[0]
 
 
-def inside_s(problem: SearchProblem, place: Mesh, passes: PassCosts) -> Floats:
+def inside_s(problem: SearchProblem, place: Mesh, passes: BlockPassCosts) -> Floats:
     """Returns float64 [2, B], seconds of collectives inside blocks, in a forward and in a backward."""
     traffic = problem.scores.traffic
     return traffic.moved_s(traffic.tables_inside(place), passes.collective_bytes, passes.collective_calls)

@@ -15,7 +15,7 @@ from rlplace.simulator import EXECUTOR, Timeline, simulate
 from rlplace.strategy.blocks.op_costs import OpCosts
 from rlplace.strategy.drafts import Draft, kind_of
 from rlplace.strategy.executor.evaluate import StepEvaluation, bytes_over, side_by_side
-from rlplace.strategy.executor.traffic import Traffic
+from rlplace.strategy.executor.traffic import ClusterTraffic
 from rlplace.strategy.op_level.expand import ExpandedDraft, expand_draft, tasks_of
 from rlplace.strategy.search.search import SearchResult
 from rlplace.strategy.search.tries import SearchProblem, Tried
@@ -71,14 +71,14 @@ def simpler(tried: Iterable[Tried], than: Tried, most_s: float) -> list[Tried]:
 
 
 def evaluate_ops(
-    draft: Draft, costs: OpCosts, cluster: Cluster, blocks: StepEvaluation, traffic: Traffic | None = None
+    draft: Draft, costs: OpCosts, cluster: Cluster, blocks: StepEvaluation, traffic: ClusterTraffic | None = None
 ) -> StepEvaluation:
     """Evaluates a draft with the op-level simulator; parts and stages are those of the block executor, in `blocks`."""
     return evaluation_of(*simulate_ops(draft, costs, cluster, traffic), blocks, cluster)
 
 
 def simulate_ops(
-    draft: Draft, costs: OpCosts, cluster: Cluster, traffic: Traffic | None = None, *, named: bool = False
+    draft: Draft, costs: OpCosts, cluster: Cluster, traffic: ClusterTraffic | None = None, *, named: bool = False
 ) -> tuple[ExpandedDraft, Timeline]:
     """Returns the ops of one pipeline, and their timeline; `named`: ops have names for people."""
     expanded = expand_draft(draft, costs, cluster, traffic, named=named)
@@ -115,7 +115,7 @@ class OpLevel:
 
     def __init__(self, problem: SearchProblem, ends_s: float = math.inf) -> None:
         self._ends_s = ends_s
-        self._problem, self._traffic = problem, Traffic(problem.cluster)
+        self._problem, self._traffic = problem, ClusterTraffic(problem.cluster)
         self._costs = cast(OpCosts, problem.costs)
         self._known: dict[Draft, StepEvaluation] = {}
         self._tasks = 0

@@ -19,7 +19,7 @@ from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor.evaluate import DraftEvaluator, StepEvaluation
 from rlplace.strategy.executor.packing import held_bytes, placed_blocks, received_bytes
-from rlplace.strategy.executor.traffic import Traffic
+from rlplace.strategy.executor.traffic import ClusterTraffic
 from rlplace.strategy.op_level.expand import ExpandedDraft, Expansion, tasks_of
 from rlplace.strategy.op_level.step_build import GATHER
 from rlplace.strategy.search.op_level import MOST_TASKS, OpLevel
@@ -70,7 +70,7 @@ library."""
 
 
 def memory_parts(
-    draft: Draft, costs: OpCosts, cluster: Cluster, finest: StepEvaluation, traffic: Traffic | None = None
+    draft: Draft, costs: OpCosts, cluster: Cluster, finest: StepEvaluation, traffic: ClusterTraffic | None = None
 ) -> tuple[HeldMemory, ...]:
     """Returns the memory of all devices in use, those alike together.
 
@@ -81,7 +81,7 @@ def memory_parts(
         finest: Evaluation by the finest executor that is affordable; `rlplace.strategy.search.op_level.OpLevel`.
         traffic: Of the cluster, where it is known.
     """
-    traffic = traffic or Traffic(cluster)
+    traffic = traffic or ClusterTraffic(cluster)
     found: dict[tuple[Any, ...], list[int]] = {}
     for one in draft.pipelines:
         expansion, fine = Expansion(one, costs, cluster, traffic, False), tasks_of(one, costs) <= MOST_TASKS

@@ -25,7 +25,7 @@ from rlplace.strategy.search.published import published_starts
 from rlplace.strategy.search.shapes import divisors
 from rlplace.strategy.search.stages import try_stages
 from rlplace.strategy.search.tries import OutOfBudgetError, Progress, SearchProblem, Tried, Tries
-from rlplace.strategy.search.uniform import Option, Options, by_sets, try_rivals, try_uniform
+from rlplace.strategy.search.uniform import Option, UniformOptions, by_sets, try_rivals, try_uniform
 from rlplace.strategy.search.unlike import try_unlike
 
 STARTS = 4
@@ -141,7 +141,7 @@ def search(
 
 def _explore(tries: Tries) -> None:
     """Tries uniform strategies, and better ones near them; raises as `improve` does."""
-    for _ in try_uniform(tries, sorted(Options(tries.problem).every(), key=Option.key)):
+    for _ in try_uniform(tries, sorted(UniformOptions(tries.problem).every(), key=Option.key)):
         pass
     improve(tries, list(starts(tries)))
 
@@ -216,7 +216,7 @@ def starts(tries: Tries) -> Iterator[Tried]:
 
 def _any_uniform(problem: SearchProblem) -> bool:
     """Returns whether the space leaves a uniform strategy."""
-    return any(problem.space.forbids(option.draft(problem.balance)) is None for option in Options(problem).every())
+    return any(problem.space.forbids(option.draft(problem.balance)) is None for option in UniformOptions(problem).every())
 
 
 def _nothing(tries: Tries, any_uniform: bool, complete: bool) -> Exception:

@@ -77,7 +77,7 @@ class _Spread(NamedTuple):
     bound_s: float
 
 
-class Options:
+class UniformOptions:
     """The uniform strategies of one problem; what they have in common is computed once."""
 
     def __init__(self, problem: SearchProblem) -> None:
@@ -256,7 +256,7 @@ def by_sets(problem: SearchProblem) -> tuple[list[Option], list[Option], Callabl
 
     In large clusters the first leave no device of a kind out unless they leave out all: the rest takes longer, mostly.
     """
-    cluster, sets, every = problem.cluster, device_sets(problem.cluster), Options(problem).every
+    cluster, sets, every = problem.cluster, device_sets(problem.cluster), UniformOptions(problem).every
     kind = [one.name for one in cluster.kinds]
     whole = [own for own in sets if len(own) == sum(map(kind.count, {kind[device] for device in own}))]
     if cluster.num_devices <= FEW:

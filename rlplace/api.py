@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from rlplace.model.capture.inputs import at_batch, resize_batch
 from rlplace.placement import OF_STRATEGIES, get_planner, planner_options
 from rlplace.placement.ask import Placed, Priced, place_priced
 from rlplace.plan.plan import PlacementPlan
+from rlplace.planned import CapturedModel
 from rlplace.problem import Problem
 from rlplace.records import plain
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from rlplace.cluster.parse import Cluster
     from rlplace.model.graph.opgraph import OpGraph
-    from rlplace.model.graph.rescale import CaptureAt
     from rlplace.runtime.strategy.why_not import ModelFacts
     from rlplace.strategy.search.efficiency import BatchCurve
     from rlplace.strategy.search.space import Space
@@ -217,52 +216,6 @@ def why_placement(planner: str, space: Space | str | None, only: Collection[str]
     if first and space is not None:
         raise InputError(f"{first} belongs to placements; leave it out, or the space, or give the space {PLACEMENT!r}")
     return f"{first} belongs to it" if first else None
-
-
-@dataclass(frozen=True, eq=False)
-class CapturedModel:
-    """A model that was captured once and can be priced for any cluster.
-
-    Attributes:
-        graph: The captured training step.
-        capture_at: Captures the model with a number of samples; None: it has this micro-batch size only.
-        examine: Finds out what the runtime can execute of the model; None checks strategies alone.
-        why_not_traced: Explains why the engine of placements cannot trace the model; None: not examined.
-    """
-
-    graph: OpGraph
-    capture_at: CaptureAt | None = None
-    examine: Callable[[], ModelFacts] | None = None
-    why_not_traced: Callable[[], str | None] | None = None
-
-    @property
-    def facts(self) -> ModelFacts | None:
-        """Facts on the model for the runtime; None where it was not examined."""
-        return None if self.examine is None else self.examine()
-
-    def why_no_placement(self) -> str | None:
-        """Explains why the engine of placements cannot run this model; None where nothing is known against it."""
-        if self.why_not_traced is None:
-            return None
-        facts = self.facts
-        conduct = None if facts is None else facts.conduct
-        if facts is not None and facts.sync_norm:
-            return "SyncBatchNorm exchanges statistics between processes, which a placement does not"
-        if conduct is not None and conduct.sparse:
-            return f"the gradient of {conduct.sparse[0]} is sparse, which it does not add up"
-        if conduct is not None and conduct.kept:
-            return f"the forward writes {conduct.kept[0]}, a plain attribute, which no graph holds; register it as a buffer"
-        return self.why_not_traced()
-
-    def check_placed(self) -> None:
-        """Refuses placements of a model that their engine cannot run.
-
-        Raises:
-            InputError: With the reason.
-        """
-        reason = self.why_no_placement()
-        if reason is not None:
-            raise InputError(f"a placement of ops cannot run this model: {reason}; leave --space out, which plans a strategy")
 
 
 def plan_model(

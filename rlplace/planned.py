@@ -1,4 +1,4 @@
-"""`Planned`: a plan with the model, graph, cluster, problem and blocks that it was made for, rebuilt from its `source`."""
+"""`CapturedModel`: a model to plan. `Planned`: a plan with its model, graph, cluster, problem and blocks, rebuilt on demand."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import functools
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +22,11 @@ from rlplace.records import Count, build, plain
 if TYPE_CHECKING:
     from rlplace.cluster.parse import Cluster
     from rlplace.model.graph.opgraph import OpGraph
+    from rlplace.model.graph.rescale import CaptureAt
     from rlplace.model.zoo import LoadedModel
     from rlplace.plan.strategy import Strategy
     from rlplace.problem import Problem
+    from rlplace.runtime.strategy.why_not import ModelFacts
     from rlplace.strategy.drafts import Draft
     from rlplace.strategy.executor.evaluate import StepEvaluation
     from rlplace.strategy.search.op_level import OpLevel
@@ -67,6 +71,52 @@ class Recipe(msgspec.Struct, frozen=True):
 def _note_code(model: str) -> None:
     """Says once which function of the user runs."""
     print(f"running code of this machine that the plan names: {show(model)}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedModel:
+    """A model that was captured once and can be priced for any cluster.
+
+    Attributes:
+        graph: The captured training step.
+        capture_at: Captures the model with a number of samples; None: it has this micro-batch size only.
+        examine: Finds out what the runtime can execute of the model; None checks strategies alone.
+        why_not_traced: Explains why the engine of placements cannot trace the model; None: not examined.
+    """
+
+    graph: OpGraph
+    capture_at: CaptureAt | None = None
+    examine: Callable[[], ModelFacts] | None = None
+    why_not_traced: Callable[[], str | None] | None = None
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """Facts on the model for the runtime; None where it was not examined."""
+        return None if self.examine is None else self.examine()
+
+    def why_no_placement(self) -> str | None:
+        """Explains why the engine of placements cannot run this model; None where nothing is known against it."""
+        if self.why_not_traced is None:
+            return None
+        facts = self.facts
+        conduct = None if facts is None else facts.conduct
+        if facts is not None and facts.sync_norm:
+            return "SyncBatchNorm exchanges statistics between processes, which a placement does not"
+        if conduct is not None and conduct.sparse:
+            return f"the gradient of {conduct.sparse[0]} is sparse, which it does not add up"
+        if conduct is not None and conduct.kept:
+            return f"the forward writes {conduct.kept[0]}, a plain attribute, which no graph holds; register it as a buffer"
+        return self.why_not_traced()
+
+    def check_placed(self) -> None:
+        """Refuses placements of a model that their engine cannot run.
+
+        Raises:
+            InputError: With the reason.
+        """
+        reason = self.why_no_placement()
+        if reason is not None:
+            raise InputError(f"a placement of ops cannot run this model: {reason}; leave --space out, which plans a strategy")
 
 
 class Planned:

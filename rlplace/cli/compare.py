@@ -17,10 +17,10 @@ from rlplace.cli.place import question_of
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
-    from rlplace.api import CapturedModel
     from rlplace.cluster.parse import Cluster
     from rlplace.explanation.compare import Case
     from rlplace.explanation.compare.run import Report
+    from rlplace.planned import CapturedModel
     from rlplace.strategy.search.tries import SearchProblem
 
 HELP = "compare planners on models and clusters"

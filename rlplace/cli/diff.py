@@ -54,7 +54,7 @@ def run(options: DiffOptions) -> int:
     first = _step(one, options.first, files, options)
     second: PlacementStep | StrategyStep
     if isinstance(first, StrategyStep) and two.strategy is not None and same_model(one, two):
-        second = StrategyStep(first.planned, two)
+        second: PlacementStep | StrategyStep = StrategyStep(first.planned, two)
     elif isinstance(first, PlacementStep) and two.strategy is None and two.problem == one.problem:
         second = PlacementStep(run_plan(first.run.problem, PlacementPlan.load(options.second, first.run.problem)))
     elif one.strategy is two.strategy is None and len(problems) == 1:

@@ -16,12 +16,12 @@ from rlplace.cli.output import say
 from rlplace.errors import InputError
 
 if TYPE_CHECKING:
-    from rlplace.api import CapturedModel
     from rlplace.cluster.parse import Cluster
     from rlplace.cost.table import CostTable
     from rlplace.model.graph.opgraph import OpGraph
     from rlplace.model.zoo import LoadedModel
     from rlplace.placement.ask import Priced
+    from rlplace.planned import CapturedModel
     from rlplace.runtime.strategy.why_not import ModelFacts
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ def load_problem(path: str, options: ModelOptions) -> Priced:
 
 def capture_model(model: str, options: ModelOptions, samples: int) -> CapturedModel:
     """Builds a model and captures its training step for a number of samples; see `rlplace.cli.capture_cache`."""
-    from rlplace.api import CapturedModel
+    from rlplace.planned import CapturedModel
 
     sizes: dict[str, Any] = {"seq": options.seq, "dtype": options.dtype}
 

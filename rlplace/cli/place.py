@@ -35,10 +35,10 @@ from rlplace.plan.strategy import uniform_words
 from rlplace.text import gb, ms
 
 if TYPE_CHECKING:
-    from rlplace.api import CapturedModel
     from rlplace.cluster import Cluster
     from rlplace.cost.footprint import Footprint
     from rlplace.placement.ask import Placed
+    from rlplace.planned import CapturedModel
     from rlplace.strategy.search.tries import SearchProblem
 
 HELP = "plan how the devices of a cluster train a model"

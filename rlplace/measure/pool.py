@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlplace.errors import InfeasibleError
 from rlplace.measure.world import SLACK, World, Worlds, fullest, problem_in, world_of
@@ -77,7 +78,7 @@ def pool_of(drafts: Sequence[Draft], problem: SearchProblem, worlds: Worlds) -> 
     """Evaluates drafts in all worlds; those that never end are left out."""
     with np.errstate(divide="ignore"):
         log_s = np.log(worlds.seconds(drafts)).reshape(len(worlds.values), len(drafts))
-    ending = np.isfinite(log_s).all(axis=0)  # in one world as in another
+    ending: NDArray[np.bool_] = np.all(np.isfinite(log_s), axis=0)  # in one world as in another
     kept = tuple(draft for draft, ends in zip(drafts, ending.tolist(), strict=True) if ends)
     steps = tuple(problem.scores.evaluate(draft) for draft in kept)
     rows = [features(draft, step) for draft, step in zip(kept, steps, strict=True)]

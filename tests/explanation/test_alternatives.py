@@ -124,12 +124,6 @@ def test_an_explanation_is_plain_data_and_text():
         assert word in text
 
 
-def test_another_problem_is_refused():
-    problem, other = random_problem(1, 8, 2), random_problem(2, 8, 2)
-    with pytest.raises(InputError, match="plan is for problem"):
-        rlplace.explain(other, make_plan(problem, [0] * 8, planner="test"))
-
-
 def test_large_clusters_are_looked_at_in_part():
     problem = build_problem("wide", time_s=[[1.0] * 40] * 3, tensors=[], memory_bytes=[None] * 40)
     found = rlplace.explain(problem, make_plan(problem, [39, 38, 39], planner="test"), groups=1, hardware=False)

@@ -170,20 +170,6 @@ def test_interrupted_comparisons_go_on(monkeypatch, tmp_path):
     assert again.complete and again == gather(first, cases, ["counted", "heft"])
 
 
-def test_planners_may_be_added_to_a_file(tmp_path):
-    problem = random_problem(1, 9, 2)
-    path = tmp_path / "rows.jsonl"
-    run([problem], ["heft"], store=Store(Settings(), path))
-    found = run([problem], ["single"], store=Store(Settings(), path, resume=True))
-    assert [row.planner for row in found.rows] == ["best", "single"]
-    assert [row.planner for row in Store(Settings(), path, resume=True).rows.values()] == ["best", "heft", "single"]
-
-
-def test_unknown_planners_are_refused_before_any_work():
-    with pytest.raises(InputError, match="did you mean 'heft'"):
-        run([random_problem(1, 5, 2)], ["hefty"])
-
-
 @pytest.mark.parametrize("name", sorted(PLANNERS))
 def test_planners_that_run_once_do_not_look_at_their_seed(name):
     if is_random(name):

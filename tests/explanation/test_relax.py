@@ -144,11 +144,3 @@ def test_what_is_proven_holds_for_every_plan(seed):
         for devices in itertools.product(range(2), repeat=5)
     )
     assert found.shortage.proven_bytes <= least and (least > 0 or not found.shortage.proven)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_what_is_said_to_fit_was_simulated_to_fit(seed):
-    problem = random_problem(seed, 10, 2, memory_factor=0.7)
-    found = relax(problem, calls=16)
-    for trial in found.trials:
-        assert trial.fits == (trial.step_time_s is not None) and (trial.fits or trial.short_bytes > 0)

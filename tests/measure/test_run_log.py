@@ -37,15 +37,6 @@ def test_a_session_finds_what_another_wrote(tmp_path):
     assert [run.fits for run in read_runs(path)] == [0.9, 0.9, 0.9, 0.1]
 
 
-def test_a_line_that_was_being_written_is_left_out(tmp_path):
-    path = tmp_path / "a.runs.jsonl"
-    log = RunLog(path)
-    log.end(log.begin(begun()), Ended(status="done", step_s=(1.0,)))
-    text = path.read_text()
-    path.write_text(text[:-20])
-    assert [run.status for run in RunLog(path).runs] == ["crashed"]
-
-
 @pytest.mark.parametrize("cut", [1, 2, 20])
 @pytest.mark.parametrize("lines", [1, 2, 3])
 def test_a_session_goes_on_behind_a_line_that_was_cut_off(tmp_path, lines, cut):

@@ -94,7 +94,7 @@ class ProblemInfo(Record, frozen=True):
         return largest(self.critical_path_s, self.work_s, self.largest_group_s, self.memory_forced_s)
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self) -> tuple[str, str, View]:
         """Model, cluster and view."""
         return self.model, self.cluster, self.view
 

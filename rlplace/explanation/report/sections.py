@@ -35,7 +35,7 @@ _LEVELS = {**BADGES, "roomy": ""}
 """Class of a cell by how full a device is."""
 
 
-class Cell(NamedTuple):
+class TableCell(NamedTuple):
     """A cell of a table: its text, its class, and the share of a bar."""
 
     text: str
@@ -43,7 +43,7 @@ class Cell(NamedTuple):
     share: float | None = None
 
 
-Row = tuple[str, dict[str, Cell]]
+Row = tuple[str, dict[str, TableCell]]
 """The class of a row, and its cells by the head of their column."""
 
 
@@ -52,7 +52,7 @@ class Table(NamedTuple):
 
     label: str
     heads: list[str]
-    rows: list[tuple[str, list[Cell]]]
+    rows: list[tuple[str, list[TableCell]]]
 
 
 class Section(NamedTuple):
@@ -131,16 +131,16 @@ def _devices(data: ReportData) -> Section:
         share = None if not limit else peak / limit
         level = "" if share is None else _LEVELS[fullness(share)]
         cells = {
-            "Device": Cell(device.name),
-            "Kind": Cell(device.kind or "-"),
-            "Blocks" if data.plan.strategy else "Groups": Cell(f"{data.groups_on_device[index]:,}"),
-            "Busy": Cell(seconds_text(busy_s) if step else "-"),
-            "Share of the step": _share(busy_s / step) if step else Cell("-"),
-            "Idle before, within, after": Cell(_idle(data, index)),
-            "Resident": Cell(bytes_text(int(line.resident_bytes[index]))),
-            "Peak": Cell(bytes_text(peak), level),
-            "Memory": Cell("-" if limit is None else bytes_text(limit)),
-            "Peak of memory": Cell("-") if share is None else _share(share, level),
+            "Device": TableCell(device.name),
+            "Kind": TableCell(device.kind or "-"),
+            "Blocks" if data.plan.strategy else "Groups": TableCell(f"{data.groups_on_device[index]:,}"),
+            "Busy": TableCell(seconds_text(busy_s) if step else "-"),
+            "Share of the step": _share(busy_s / step) if step else TableCell("-"),
+            "Idle before, within, after": TableCell(_idle(data, index)),
+            "Resident": TableCell(bytes_text(int(line.resident_bytes[index]))),
+            "Peak": TableCell(bytes_text(peak), level),
+            "Memory": TableCell("-" if limit is None else bytes_text(limit)),
+            "Peak of memory": TableCell("-") if share is None else _share(share, level),
         }
         rows.append(("", cells))
     note = f"Peaks are those of the executor, {data.executor}: weights, gradients, optimizer state, activations and copies."
@@ -166,8 +166,12 @@ def _path(data: ReportData) -> Section | None:
         return None
     rows: list[Row] = []
     for part in data.path[:_PARTS]:
-        cells = {"What": Cell(_CAUSES[part.cause]), "Where": Cell(part.where), "Time": Cell(seconds_text(part.seconds))}
-        rows.append(("", {**cells, "Share of the step": _share(part.seconds / total_s), "Links": Cell(f"{part.links:,}")}))
+        cells = {
+            "What": TableCell(_CAUSES[part.cause]),
+            "Where": TableCell(part.where),
+            "Time": TableCell(seconds_text(part.seconds)),
+        }
+        rows.append(("", {**cells, "Share of the step": _share(part.seconds / total_s), "Links": TableCell(f"{part.links:,}")}))
     rest_s = sum(part.seconds for part in data.path[_PARTS:])
     note = "The chain of work, transfers and waits that makes the step as long as it is: its links add up to the step."
     if rest_s:
@@ -195,13 +199,13 @@ def _planners(data: ReportData) -> Section | None:
     rows = []
     for row in data.planners:
         cells = {
-            "Planner": Cell(row.planner),
-            "Step time": Cell(seconds_text(row.step_time_s)),
-            "Samples/s": Cell("-" if row.samples_per_s is None else f"{row.samples_per_s:,.1f}"),
-            "Speed against this plan": Cell(f"{row.samples_per_s / best:.3f}" if best and row.samples_per_s else "-"),
-            "Devices": Cell(str(row.devices_used or "-")),
-            "Largest share of memory": Cell(percent(row.memory_share), _LEVELS[fullness(row.memory_share)]),
-            "Planning": Cell("-" if row.seconds is None else f"{row.seconds:.2f} s"),
+            "Planner": TableCell(row.planner),
+            "Step time": TableCell(seconds_text(row.step_time_s)),
+            "Samples/s": TableCell("-" if row.samples_per_s is None else f"{row.samples_per_s:,.1f}"),
+            "Speed against this plan": TableCell(f"{row.samples_per_s / best:.3f}" if best and row.samples_per_s else "-"),
+            "Devices": TableCell(str(row.devices_used or "-")),
+            "Largest share of memory": TableCell(percent(row.memory_share), _LEVELS[fullness(row.memory_share)]),
+            "Planning": TableCell("-" if row.seconds is None else f"{row.seconds:.2f} s"),
         }
         rows.append(_noted(row.this, row.note, cells))
     note = (
@@ -226,7 +230,7 @@ def _measured(data: ReportData) -> Section | None:
             "Predicted": seconds_text(row.predicted_s),
             "Error": "-" if row.error is None else f"{100 * row.error:+.1f} %",
         }
-        rows.append(_noted(row.plan == data.plan.fingerprint, "", {name: Cell(text) for name, text in cells.items()}))
+        rows.append(_noted(row.plan == data.plan.fingerprint, "", {name: TableCell(text) for name, text in cells.items()}))
     errors = [abs(row.error) for row in data.measured if row.error is not None]
     notes = [f"Mean error {percent(sum(errors) / len(errors))} over {len(errors)} plans."] if errors else []
     notes.append("Measured: median step of the slowest process. Spread: interquartile range over the median.")
@@ -251,7 +255,7 @@ def _places(row: PlanTiming) -> Table:
             "Peak": measured,
             "Predicted peak": predicted,
         }
-        rows.append(("", {name: Cell(text) for name, text in cells.items()}))
+        rows.append(("", {name: TableCell(text) for name, text in cells.items()}))
     return _table("This plan by process", rows)
 
 
@@ -274,10 +278,10 @@ def about(data: ReportData, version: str) -> Iterator[tuple[str, str, bool]]:
     yield "Plan's fingerprint", plan.fingerprint, True
 
 
-def _noted(this: bool, remark: str, cells: dict[str, Cell]) -> Row:
+def _noted(this: bool, remark: str, cells: dict[str, TableCell]) -> Row:
     """Returns a row with its remarks in a last column; the row of the report's plan is marked."""
     note = ". ".join(part for part in ("this plan" if this else "", remark) if part)
-    return "this" if this else "", {**cells, "": Cell(note, "text")}
+    return "this" if this else "", {**cells, "": TableCell(note, "text")}
 
 
 def _table(label: str, rows: Sequence[Row]) -> Table:
@@ -287,8 +291,8 @@ def _table(label: str, rows: Sequence[Row]) -> Table:
     return Table(label, used, [(kind, [cells[name] for name in used]) for kind, cells in rows])
 
 
-def _share(value: float, level: str = "") -> Cell:
-    return Cell(percent(value), f"share {level}".strip(), min(1.0, max(0.0, value)))
+def _share(value: float, level: str = "") -> TableCell:
+    return TableCell(percent(value), f"share {level}".strip(), min(1.0, max(0.0, value)))
 
 
 def _samples(count: int) -> str:

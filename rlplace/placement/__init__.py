@@ -35,7 +35,7 @@ PLANNERS: dict[str, str] = {
     "annealing": "rlplace.placement.annealing:annealing",
     "local_search": "rlplace.placement.local_search:local_search",
     "cp_sat": "rlplace.placement.cp_sat:cp_sat",
-    "dlplacer": "rlplace.placement.published.dlplacer.dlplacer:dlplacer",
+    "dlplacer": "rlplace.placement.published.dlplacer:dlplacer",
     "best": "rlplace.placement.search:best",
     "agent": "rlplace.agents.planner:agent",
 }

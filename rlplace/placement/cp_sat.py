@@ -12,7 +12,7 @@ see there for the paper.
 
 The program lets devices and links wait although something is ready, for example to let another tensor go first; the executor
 does not. Where its optimum cannot be run for that reason, it is solved again with what the executor does
-(`rlplace.placement.published.dlplacer.executor`). A gap can remain where the solver runs out of effort, where the second
+(`rlplace.placement.published.dlplacer.constraints`). A gap can remain where the solver runs out of effort, where the second
 program would be
 too large, and where events of one instant decide. Times without a common unit are rounded down to 4e-9 of the step.
 """
@@ -27,12 +27,10 @@ from rlplace.errors import InfeasibleError, InputError
 from rlplace.placement.common.bounds import lower_bounds
 from rlplace.placement.common.evaluate import PlanEvaluator
 from rlplace.placement.common.shortage import check_possible, raise_infeasible
-from rlplace.placement.published.dlplacer.executor import keep_request_order, start_at_once
-from rlplace.placement.published.dlplacer.instance import Instance, make_instance
-from rlplace.placement.published.dlplacer.memory import limit_timeline
-from rlplace.placement.published.dlplacer.program import build_program, solver_library
-from rlplace.placement.published.dlplacer.realise import Realised, realise
-from rlplace.placement.published.dlplacer.solve import EFFORT, Outcome, solve_program
+from rlplace.placement.published.dlplacer.constraints import keep_request_order, limit_timeline, start_at_once
+from rlplace.placement.published.dlplacer.instance import TickedProblem, make_instance
+from rlplace.placement.published.dlplacer.program import PlacementProgram, solver_library
+from rlplace.placement.published.dlplacer.solve import EFFORT, Outcome, Realised, realise, solve_program
 from rlplace.placement.search import best_answer, warm_up
 from rlplace.plan import PlacementPlan, make_plan
 from rlplace.problem import Problem
@@ -83,7 +81,7 @@ def cp_sat(
     line = None if floor is None else evaluator.timeline(floor.devices)
     hint = line if line is not None and line.feasible else None
     instance = make_instance(problem, None if hint is None else hint.step_time_s)
-    program = build_program(instance, contention=True)
+    program = PlacementProgram(instance, contention=True)
     keep_request_order(program)
     limit_timeline(program)
     ways = [] if hint is None or floor is None else [Realised(hint, floor.devices, {})]
@@ -112,7 +110,7 @@ def cp_sat(
     return make_plan(problem, best.devices, planner="cp_sat", seed=seed, predicted=predicted, **best.fields)
 
 
-def proof(outcome: Outcome, bound_s: float, step_time_s: float, instance: Instance) -> dict[str, Any]:
+def proof(outcome: Outcome, bound_s: float, step_time_s: float, instance: TickedProblem) -> dict[str, Any]:
     """Returns the proof about a plan of this problem, as plain data."""
     bound = min(bound_s, step_time_s)
     gap = 1.0 - bound / step_time_s if step_time_s > 0 else 0.0
@@ -126,7 +124,7 @@ def proof(outcome: Outcome, bound_s: float, step_time_s: float, instance: Instan
     }
 
 
-def _realise_all(instance: Instance, evaluator: PlanEvaluator, outcome: Outcome) -> list[Realised]:
+def _realise_all(instance: TickedProblem, evaluator: PlanEvaluator, outcome: Outcome) -> list[Realised]:
     """Returns the ways to run the solver's solutions: best solutions first, and for each the simplest way first."""
     ways: list[Realised] = []
     for solution in outcome.solutions[:_REALISED]:

@@ -15,7 +15,7 @@ from rlplace.errors import InfeasibleError, InputError
 from rlplace.placement import get_planner
 from rlplace.placement.common.bounds import lower_bounds
 from rlplace.placement.published.dlplacer.instance import make_instance
-from rlplace.placement.published.dlplacer.program import build_program
+from rlplace.placement.published.dlplacer.program import PlacementProgram
 from rlplace.placement.published.dlplacer.solve import solve_program
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
@@ -101,7 +101,7 @@ def test_program_without_contention_equals_brute_force(seed):
     problem = random_graph(seed, 6 + seed % 5, 2 + seed % 2)
     optimum = brute_force(problem)
     hint = simulate(problem, np.zeros(problem.num_groups, dtype=np.int32))
-    program = build_program(make_instance(problem, hint.step_time_s), contention=False)
+    program = PlacementProgram(make_instance(problem, hint.step_time_s), contention=False)
     outcome = solve_program(program, hint=hint, seed=seed, effort=20.0, time_limit_s=math.inf)
     assert outcome.status == "optimal" and outcome.objective_s == optimum
 

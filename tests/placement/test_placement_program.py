@@ -9,12 +9,21 @@ from rlplace.errors import InputError, MissingError
 from rlplace.placement import get_planner
 from rlplace.placement.published.dlplacer import program as program_module
 from rlplace.placement.published.dlplacer.coarsen import coarsen, contract_groups
-from rlplace.placement.published.dlplacer.executor import keep_request_order, start_at_once
-from rlplace.placement.published.dlplacer.instance import HORIZON_TICKS, choose_ticks, make_instance, transfer_seconds
-from rlplace.placement.published.dlplacer.memory import limit_static, limit_timeline
-from rlplace.placement.published.dlplacer.program import build_program, relabel
+from rlplace.placement.published.dlplacer.constraints import (
+    keep_request_order,
+    limit_static,
+    limit_timeline,
+    start_at_once,
+)
+from rlplace.placement.published.dlplacer.instance import (
+    HORIZON_TICKS,
+    choose_ticks,
+    interchangeable,
+    make_instance,
+    transfer_seconds,
+)
+from rlplace.placement.published.dlplacer.program import PlacementProgram, relabel
 from rlplace.placement.published.dlplacer.solve import add_hint, solve_program
-from rlplace.placement.published.dlplacer.symmetry import interchangeable
 from rlplace.problem import FORWARD, problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
@@ -55,7 +64,7 @@ def follow(problem, devices, *, rules=True, static=False):
     """Status and makespan of the program when all of it is fixed to a simulated step."""
     line = simulate(problem, devices)
     instance = make_instance(problem, line.step_time_s)
-    program = build_program(instance, contention=True)
+    program = PlacementProgram(instance, contention=True)
     limit_static(program) if static else limit_timeline(program)
     if rules:
         assert keep_request_order(program) and start_at_once(program)
@@ -87,7 +96,7 @@ def test_simulated_steps_are_solutions_where_times_are_rounded(seed, devices, sh
     plan = np.random.default_rng(seed).integers(0, devices, problem.num_groups)
     line = simulate(problem, plan)
     instance = make_instance(problem, line.step_time_s)
-    program = build_program(instance, contention=True)
+    program = PlacementProgram(instance, contention=True)
     assert keep_request_order(program) and start_at_once(program)
     names = relabel(program, plan.astype(np.int32))
     for group, device in enumerate(names[plan].tolist()):

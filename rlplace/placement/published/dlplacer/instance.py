@@ -12,6 +12,7 @@ in ticks is a lower bound of the optimum in seconds.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -93,7 +94,7 @@ def _common_unit(values: list[float], horizon_s: float) -> float | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Instance:
+class TickedProblem:
     """Times of a problem in ticks.
 
     Attributes:
@@ -130,39 +131,34 @@ class Instance:
         return longest_ways(self.problem, self.shortest.tolist(), backwards=True)
 
 
-def make_instance(problem: Problem, horizon_s: float | None = None) -> Instance:
-    """Turns a problem into whole numbers.
+def make_instance(problem: Problem, horizon_s: float | None = None) -> TickedProblem:
+    """Returns a problem in whole numbers.
 
     Args:
         problem: The problem.
-        horizon_s: Step time of some plan in seconds; the program considers no slower step. None where no plan is known.
+        horizon_s: Step time of some plan in seconds; the program considers no slower step. None where no plan is known: then
+            everything one after another, in which any step completes if it can.
     """
-    horizon_s = safe_horizon_s(problem) if horizon_s is None else horizon_s
-    time_s = np.where(problem.group_allowed[problem.op_group], problem.time_s, np.nan)
     sent_s = transfer_seconds(problem)
-    used = [time_s.ravel(), sent_s[:, ~np.eye(problem.num_devices, dtype=bool)].ravel()]
-    ticks = choose_ticks(np.concatenate(used), horizon_s)
+    if horizon_s is None:
+        worst = np.where(np.isfinite(sent_s), sent_s, 0.0).max(axis=(1, 2), initial=0.0).sum() * (problem.num_devices - 1)
+        horizon_s = float(np.nan_to_num(problem.time_s, nan=0.0).max(axis=1).sum() + worst)
+    time_s = np.where(problem.group_allowed[problem.op_group], problem.time_s, np.nan)
+    ticks = choose_ticks(
+        np.concatenate([time_s.ravel(), sent_s[:, ~np.eye(problem.num_devices, dtype=bool)].ravel()]), horizon_s
+    )
     occupies = np.ones(problem.num_ops, dtype=bool)
     occupies[[op for collective in problem.collectives for op in collective.ops]] = False
-    longest = int(ticks.down(np.array([horizon_s]))[0]) + (not ticks.exact)
-    ends, flat = problem.consumer_ptr.tolist(), problem.consumers.tolist()
-    return Instance(
+    flat = problem.consumers.tolist()
+    return TickedProblem(
         problem=problem,
         ticks=ticks,
-        horizon=longest,
+        horizon=int(ticks.down(np.array([horizon_s]))[0]) + (not ticks.exact),
         duration=ticks.down(time_s),
         transfer=ticks.down(sent_s),
-        readers=tuple(tuple(flat[low:high]) for low, high in pairwise(ends)),
+        readers=tuple(tuple(flat[low:high]) for low, high in pairwise(problem.consumer_ptr.tolist())),
         occupies=occupies,
     )
-
-
-def safe_horizon_s(problem: Problem) -> float:
-    """Returns seconds in which any step of the problem completes if it can: everything one after another."""
-    slowest = np.nan_to_num(problem.time_s, nan=0.0).max(axis=1).sum()
-    sent = transfer_seconds(problem)
-    worst = np.where(np.isfinite(sent), sent, 0.0).max(axis=(1, 2), initial=0.0).sum() * (problem.num_devices - 1)
-    return float(slowest + worst)
 
 
 def transfer_seconds(problem: Problem) -> NDArray[np.float64]:
@@ -180,3 +176,43 @@ def transfer_seconds(problem: Problem) -> NDArray[np.float64]:
     diagonal = np.arange(problem.num_devices)
     sent[:, diagonal, diagonal] = 0.0
     return sent
+
+
+def interchangeable(problem: Problem) -> list[list[int]]:
+    """Returns classes of devices, each in ascending order, that may be permuted freely; classes of one device are left out.
+
+    Two devices are in a class when exchanging them leaves op times, memory, fixed groups, links, transfer times and the sharing
+    of channels as they are. The program considers only one plan of each set that differs by such exchanges.
+    """
+    time_s = np.where(problem.group_allowed[problem.op_group], problem.time_s, np.inf)
+    off, devices = ~np.eye(problem.num_devices, dtype=bool), np.arange(problem.num_devices)
+    tables = [problem.links.bandwidth_bytes_per_s, problem.links.latency_s, *problem.tensor_transfer_s.values()]
+
+    def sharing(names: NDArray[np.int64]) -> Counter[frozenset[tuple[int, int]]]:
+        """Returns the ordered pairs of renamed devices that share each channel, whatever the channel's number."""
+        pairs: dict[int, set[tuple[int, int]]] = {}
+        for i, row in enumerate(problem.links.effective_channels):
+            for j, channels in enumerate(row):
+                for channel in channels:
+                    pairs.setdefault(channel, set()).add((int(names[i]), int(names[j])))
+        return Counter(map(frozenset, pairs.values()))
+
+    def exchangeable(first: int, second: int) -> bool:
+        if problem.memory_limit_bytes[first] != problem.memory_limit_bytes[second]:
+            return False
+        if any((table[:, first] != table[:, second]).any() for table in (time_s, problem.group_allowed)):
+            return False
+        swap = devices.copy()
+        swap[[first, second]] = second, first
+        if any((table[off] != table[np.ix_(swap, swap)][off]).any() for table in tables):
+            return False
+        return problem.links.channels is None or sharing(devices) == sharing(swap)
+
+    classes: list[list[int]] = []
+    for device in devices.tolist():
+        home = next((members for members in classes if exchangeable(members[0], device)), None)
+        if home is None:
+            classes.append([device])
+        else:
+            home.append(device)
+    return [members for members in classes if len(members) > 1]

@@ -8,14 +8,12 @@ All bounds hold for every plan under the simulator's rules:
 * memory: resident bytes of all groups, plus the tensors that are alive when the first backward op starts: those made by its
   ancestors and read by it or its descendants; each has a copy somewhere.
 
+* work with memory: groups that do not fit on fast devices must run on slow ones. A linear program spreads groups over devices
+  in fractions, no device works longer than T, and none holds more resident bytes than it has; the least T. Any plan is such an
+  assignment, with whole groups and activations on top. Without memory limits, or with like devices, it equals the work bound.
+  The value is computed from the solver's dual prices by weak duality, so that it holds whatever the solver's tolerance.
+
 The messages of `rlplace.placement.common.shortage` are built on these.
-
-A lower bound on step time that knows memory: groups that do not fit on fast devices must run on slow ones.
-
-Linear program: groups are spread over devices in fractions, no device works longer than T, and no device holds more resident
-bytes than it has; the least T. Any plan is such an assignment, with whole groups and activations on top, so T bounds its step
-time. Without memory limits, or with like devices, it equals the work bound of `rlplace.placement.common.bounds`. The value is
-computed from the solver's dual prices by weak duality, so that it holds whatever the solver's tolerance.
 """
 
 from __future__ import annotations
@@ -69,9 +67,7 @@ def lower_bounds(problem: Problem) -> Bounds:
 
 
 def device_time_s(problem: Problem) -> NDArray[np.float64]:
-    """Returns float64 [G, D], seconds for which each group occupies a device, inf where not allowed; ops of collectives occupy
-    none.
-    """
+    """Returns float64 [G, D], seconds for which each group occupies a device, inf where barred; collectives occupy none."""
     if not problem.collectives:
         return problem.group_time_s
     time_s = np.nan_to_num(problem.time_s, nan=0.0)
@@ -89,15 +85,14 @@ def critical_path_s(problem: Problem) -> float:
 
 
 def _work(time_s: NDArray[np.float64], steps: int = 30) -> float:
-    """Dual of ``min T: every group fully assigned, load of each device <= T``, by projected multiplicative steps."""
+    """Returns the dual of ``min T: every group fully assigned, load of each device <= T``, by multiplicative steps."""
     finite = np.isfinite(time_s)
     times = np.where(finite, time_s, 0.0)
     columns = times.sum(axis=0) / np.maximum(finite.sum(axis=0), 1)
     weights = 1.0 / np.maximum(columns, 1e-30)
     weights[finite.sum(axis=0) == 0] = 0.0
     weights /= weights.sum()
-    best = 0.0
-    rate = 0.3
+    best, rate = 0.0, 0.3
     for _ in range(steps):
         priced = np.where(finite, times * weights, np.inf)
         choice = priced.argmin(axis=1)
@@ -125,13 +120,11 @@ def live_bytes(problem: Problem) -> int:
     # The first backward op in topological order: the gradient of the loss in a training step.
     pivot = int(backward[position[backward].argmin()])
     before, after = reach(problem, pivot, backwards=True), reach(problem, pivot, backwards=False)
-    tensor = problem.edge_tensor
     producer = problem.tensor_producer
-    made_before = (producer >= 0) & before[np.maximum(producer, 0)]
-    made_before[producer == pivot] = False
+    made_before = (producer >= 0) & before[np.maximum(producer, 0)] & (producer != pivot)
     read_after = np.zeros(problem.num_tensors, dtype=bool)
     later = after[problem.consumers] | (problem.consumers == pivot)
-    read_after[tensor[later]] = True
+    read_after[problem.edge_tensor[later]] = True
     return int(problem.tensor_bytes[made_before & read_after].sum())
 
 
@@ -157,7 +150,7 @@ _SAME = 1e-6
 
 
 def finite(value: float) -> float:
-    """Where no plan exists there is no step time to bound; JSON has no infinity."""
+    """Returns a bound for JSON, which has no infinity: 0 where no plan exists, so that there is no step time to bound."""
     return value if np.isfinite(value) else 0.0
 
 
@@ -179,7 +172,7 @@ def largest_bound(problem: Problem) -> tuple[float, str]:
 
 
 def memory_forced(time_s: NDArray[np.float64], resident_bytes: NDArray[np.int64], limit_bytes: NDArray[np.float64]) -> float:
-    """Returns the same from arrays.
+    """Returns the least seconds of a step by the linear program of work with memory; inf where memory is too small.
 
     Args:
         time_s: float64 [G, D], inf where a group is not allowed.
@@ -187,40 +180,30 @@ def memory_forced(time_s: NDArray[np.float64], resident_bytes: NDArray[np.int64]
         limit_bytes: float64 [D], inf without a limit.
     """
     from scipy.optimize import linprog
-    from scipy.sparse import csr_matrix
+    from scipy.sparse import bmat, csr_matrix
 
     groups, devices = time_s.shape
     group, device = np.nonzero(np.isfinite(time_s))
     if len(group) == 0:
         return 0.0
-    seconds = time_s[group, device]
-    scale_s = float(seconds.max())
+    seconds, count = time_s[group, device], len(group)
+    scale_s, scale_bytes = float(seconds.max()), max(1.0, float(resident_bytes.max(initial=0)))
     if scale_s <= 0.0:
         return 0.0
     limited = np.flatnonzero(np.isfinite(limit_bytes))
     if (limit_bytes[limited] < 0).any():
         return float("inf")
-    row_of = np.full(devices, -1)
-    row_of[limited] = devices + np.arange(len(limited))
-    scale_bytes = max(1.0, float(resident_bytes.max(initial=0)))
-    held = row_of[device] >= 0
-    count = len(group)
-    columns = np.arange(count)
-    upper = csr_matrix(
-        (
-            np.concatenate([seconds / scale_s, resident_bytes[group[held]] / scale_bytes, np.full(devices, -1.0)]),
-            (
-                np.concatenate([device, row_of[device[held]], np.arange(devices)]),
-                np.concatenate([columns, columns[held], np.full(devices, count)]),
-            ),
-        ),
-        shape=(devices + len(limited), count + 1),
+    columns, room = np.arange(count), limit_bytes[limited] / scale_bytes
+    loads = csr_matrix((seconds / scale_s, (device, columns)), shape=(devices, count))
+    sizes = csr_matrix((resident_bytes[group] / scale_bytes, (device, columns)), shape=(devices, count))[limited]
+    solution = linprog(
+        np.append(np.zeros(count), 1.0),
+        A_ub=bmat([[loads, -np.ones((devices, 1))], [sizes, None]], format="csr"),
+        b_ub=np.concatenate([np.zeros(devices), room]),
+        A_eq=csr_matrix((np.ones(count), (group, columns)), shape=(groups, count + 1)),
+        b_eq=np.ones(groups),
+        method="highs",
     )
-    room = np.concatenate([np.zeros(devices), limit_bytes[limited] / scale_bytes])
-    once = csr_matrix((np.ones(count), (group, columns)), shape=(groups, count + 1))
-    cost = np.zeros(count + 1)
-    cost[count] = 1.0
-    solution = linprog(cost, A_ub=upper, b_ub=room, A_eq=once, b_eq=np.ones(groups), method="highs")
     if solution.status == 2:
         return float("inf")
     if solution.ineqlin is None or solution.status != 0:
@@ -234,12 +217,12 @@ def memory_forced(time_s: NDArray[np.float64], resident_bytes: NDArray[np.int64]
     per_device = np.zeros(devices)
     per_device[limited] = memory
     charge[group, device] = seconds / scale_s * load[device] + resident_bytes[group] / scale_bytes * per_device[device]
-    bound = float(charge.min(axis=1).sum() - memory @ room[devices:])
+    bound = float(charge.min(axis=1).sum() - memory @ room)
     return max(0.0, bound * scale_s)
 
 
 def least_devices(needed_bytes: float, limit_bytes: NDArray[np.float64]) -> int | None:
-    """Smallest number of devices, largest ones first, that hold these bytes; None when all together do not."""
+    """Returns the smallest number of devices, largest ones first, that hold these bytes; None when all together do not."""
     total = np.cumsum(np.sort(np.maximum(limit_bytes, 0.0))[::-1])
     enough = np.flatnonzero(total >= needed_bytes)
     return int(enough[0]) + 1 if len(enough) else None

@@ -122,7 +122,7 @@ def finite_mean(values: NDArray[np.float64], axis: int = 1) -> NDArray[np.float6
 
 
 class Traffic(NamedTuple):
-    """What transfers between groups cost, for compiled loops; see `GroupGraph`."""
+    """Costs of transfers between groups, for compiled loops; see `GroupGraph`."""
 
     ptr: Any  # int64 [G + 1], row offsets
     neighbor: Any  # int32 [2 M]
@@ -137,7 +137,7 @@ class Traffic(NamedTuple):
 
 @memoized
 def traffic(problem: Problem) -> Traffic:
-    """Returns what transfers between the groups of a problem cost."""
+    """Returns the costs of transfers between the groups of a problem."""
     graph = group_graph(problem)
     rows = graph.neighbor_ptr, graph.neighbor, graph.neighbor_edge, graph.neighbor_out
     return Traffic(*rows, graph.edge_bytes, graph.edge_count, graph.edge_fixed_s, *finite_links(problem))

@@ -25,7 +25,7 @@ class Tables(NamedTuple):
 
     may: Any  # bool [G, D], where a group may sit
     allowed_ptr: Any  # int64 [G + 1]
-    allowed: Any  # int32 [.], the same as lists of devices
+    allowed: Any  # int32 [.], devices of each group
     movable: Any  # int32 [.], groups that may sit on more than one device
     neighbor_ptr: Any  # int64 [G + 1]
     neighbor: Any  # int32 [.]
@@ -35,7 +35,7 @@ class Tables(NamedTuple):
 
 @inner
 def draw_uniform(state):
-    """A float64 in [0, 1); advances `state` uint64 [1]."""
+    """Returns a float64 in [0, 1); advances `state` uint64 [1]."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
     z = state[0]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -46,13 +46,13 @@ def draw_uniform(state):
 
 @inner
 def _below(state, count):
-    """A whole number from 0 up, below `count`."""
+    """Returns a whole number from 0 up, below `count`."""
     return np.int64(draw_uniform(state) * count)
 
 
 @inner
 def _other(t, state, group, devices):
-    """Another device that the group may sit on."""
+    """Returns a device other than its own that the group may sit on."""
     first, count = t.allowed_ptr[group], t.allowed_ptr[group + 1] - t.allowed_ptr[group]
     at = _below(state, count)
     if t.allowed[first + at] == devices[group]:
@@ -171,5 +171,5 @@ def draw_move(t, state, devices, groups, targets):
 
 @entry
 def draw(tables, state, devices, groups, targets):
-    """`draw_move` for callers in Python; `tables` is a plain tuple."""
+    """Draws a move for callers in Python; `tables` is a plain tuple."""
     return draw_move(Tables(*tables), state, devices, groups, targets)

@@ -25,10 +25,8 @@ def check_possible(problem: Problem) -> None:
         InfeasibleError: A group is allowed nowhere, a group alone exceeds every allowed device, the groups fixed to a device
             exceed it, or everything together exceeds all devices.
     """
-    _check_nowhere(problem)
-    _check_largest(problem)
-    _check_fixed(problem)
-    _check_total(problem)
+    for check in (_check_nowhere, _check_largest, _check_fixed, _check_total):
+        check(problem)
 
 
 def raise_infeasible(problem: Problem, line: Timeline | None, *, planner: str) -> NoReturn:
@@ -90,7 +88,7 @@ def _check_nowhere(problem: Problem) -> None:
 
 
 def _check_largest(problem: Problem) -> None:
-    """A group's resident bytes, and its largest op's temporaries, outputs and inputs, must fit on one device."""
+    """Checks that a group's resident bytes, and its largest op's temporaries, outputs and inputs, fit on one device."""
     needed = problem.resident_bytes + largest_op_bytes(problem)
     limit = np.where(problem.group_allowed, problem.memory_limit_bytes[None, :], -np.inf).max(axis=1)
     short = needed - limit

@@ -108,7 +108,7 @@ def _assign(cluster, device, c, s):
 
 @entry
 def map_all(sequence, rounds, most_communicating, work_share, c, s):
-    """Locality first, then load balancing: fills ``s.chosen``.
+    """Fills ``s.chosen``: locality first, then load balancing.
 
     sequence: int32, the open clusters by falling criticality.
     work_share: how much work in the span counts beside traffic when load is balanced; below 0: by what the cluster adds.

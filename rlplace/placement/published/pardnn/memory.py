@@ -12,7 +12,7 @@ Limits are the devices' memory less a reserve, a tenth in the paper, and less th
 Memory is the paper's own account (Mcons) over the events of that run, not the executor's (`rlplace.simulator.ledger`), by which
 the plan is judged afterwards like any other.
 
-Departures. Moves go by group. One overflow frees a little more than it must, so that the next op does not overflow again. The
+Departures. Groups are moved. One overflow frees a little more than it must, so that the next op does not overflow again. The
 paper sweeps once; times change when ops move, so this one repeats until the run with the new devices stays under the limits.
 Of the devices with room now, those with room at their peak come first, then the one with the cheapest transfers.
 """
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from rlplace.placement.common.evaluate import Assignment
 from rlplace.placement.common.groupgraph import group_graph, mean_link
 from rlplace.placement.common.oparrays import op_arrays
+from rlplace.placement.published.pardnn import sweep_kernel as kernels
 from rlplace.problem import Problem
 from rlplace.simulator import Timeline
 
@@ -57,7 +58,7 @@ def peak_bytes(problem: Problem, devices: Assignment, run: Timeline) -> NDArray[
 def reduce_peaks(
     problem: Problem, devices: Assignment, run_of: Callable[[Assignment], Timeline], *, reserve: float = RESERVE
 ) -> Assignment:
-    """Heuristic H1.
+    """Moves groups by heuristic H1.
 
     Args:
         problem: The problem.
@@ -92,7 +93,7 @@ def reduce_peaks(
 
 
 def balance_residents(problem: Problem, devices: Assignment, tolerance: float = 0.02) -> Assignment:
-    """Heuristic H2: moves groups with resident bytes until D/2 x (share of resident + share of produced bytes) is about 1.
+    """Moves groups with resident bytes by heuristic H2, until D/2 x (share of resident + share of produced bytes) is about 1.
 
     Args:
         problem: The problem.
@@ -142,9 +143,7 @@ def _sweep(
     peak: NDArray[np.float64] | None = None,
     movable: NDArray[np.bool_] | None = None,
 ) -> tuple[int, NDArray[np.float64]]:
-    """Moves made and float64 [D] peaks; changes `devices`."""
-    from rlplace.placement.published.pardnn import sweep_kernel as kernels
-
+    """Returns moves made and float64 [D] peaks; changes `devices`."""
     a = op_arrays(problem)
     ops, tensors, count, groups = problem.num_ops, problem.num_tensors, problem.num_devices, problem.num_groups
     by_group = np.argsort(problem.op_group, kind="stable").astype(np.int32)
@@ -163,7 +162,7 @@ def _sweep(
     uses = np.zeros((tensors, count), dtype=np.int32)
     np.add.at(uses, (problem.edge_tensor, devices[problem.op_group[problem.consumers]]), 1)
     memory = np.bincount(devices, weights=problem.resident_bytes, minlength=count).astype(np.float64)
-    state = kernels.State(
+    state = kernels.SweepState(
         devices=devices,
         phase=np.zeros(ops, dtype=np.int8),
         uses=uses,
@@ -182,8 +181,6 @@ def _sweep(
 
 def _events(run: Timeline) -> tuple[NDArray[np.int8], NDArray[np.int32], NDArray[np.int32]]:
     """Returns kind, op or tensor, and device (-1 for ops) of all events, in order."""
-    from rlplace.placement.published.pardnn import sweep_kernel as kernels
-
     ops, sends = len(run.start_s), len(run.transfer_tensor)
     ends = np.where(run.end_s <= run.start_s, kernels.OP_END_AT_ONCE, kernels.OP_END)
     fixed = [np.full(n, k) for n, k in ((sends, kernels.ARRIVED), (sends, kernels.SENT), (ops, kernels.OP_START))]

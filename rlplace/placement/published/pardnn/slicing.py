@@ -42,7 +42,7 @@ def levels(order, weight, out, cluster):
 
 @entry
 def heaviest_paths(order, weight, out, barred, count, cluster):
-    """Numbers the nodes of the heaviest paths, each among the nodes that are left, from 0 up to `count`; returns how many.
+    """Fills `cluster` with the numbers of the heaviest paths, each among the nodes left, up to `count`; returns how many.
 
     barred: bool [V], nodes that stay out of paths. cluster: int32 [V], -1 everywhere.
     """

@@ -31,7 +31,7 @@ class SweepFacts(NamedTuple):
     limit: Any  # float64 [D] bytes
 
 
-class State(NamedTuple):
+class SweepState(NamedTuple):
     """State that changes from event to event."""
 
     devices: Any  # int32 [G]
@@ -66,16 +66,14 @@ def _drop(tensor, device, f, s):
 
 @inner
 def _freed(group, f, s):
-    """Bytes that leave the group's device with it now, the paper's Mpot."""
+    """Returns the bytes that leave the group's device with it now, the paper's Mpot."""
     device = s.devices[group]
     s.stamp[0] += 1
     freed = f.resident[group]
-    for i in range(f.ops_ptr[group], f.ops_ptr[group + 1]):
-        op = f.ops[i]
+    for op in f.ops[f.ops_ptr[group] : f.ops_ptr[group + 1]]:
         if s.phase[op] == 2:
             continue
-        for k in range(f.a.input_ptr[op], f.a.input_ptr[op + 1]):
-            tensor = f.a.inputs[k]
+        for tensor in f.a.inputs[f.a.input_ptr[op] : f.a.input_ptr[op + 1]]:
             if s.seen[tensor, 0] != s.stamp[0]:
                 s.seen[tensor, 0], s.seen[tensor, 1] = s.stamp[0], 0
             s.seen[tensor, 1] += 1
@@ -96,12 +94,10 @@ def _move(group, target, f, s):
     s.devices[group] = target
     s.memory[device] -= f.resident[group]
     s.memory[target] += f.resident[group]
-    for i in range(f.ops_ptr[group], f.ops_ptr[group + 1]):
-        op = f.ops[i]
+    for op in f.ops[f.ops_ptr[group] : f.ops_ptr[group + 1]]:
         if s.phase[op] == 2:
             continue
-        for k in range(f.a.input_ptr[op], f.a.input_ptr[op + 1]):
-            tensor = f.a.inputs[k]
+        for tensor in f.a.inputs[f.a.input_ptr[op] : f.a.input_ptr[op + 1]]:
             s.uses[tensor, device] -= 1
             s.uses[tensor, target] += 1
             source = s.devices[f.a.holder[tensor]]
@@ -125,10 +121,9 @@ def _move(group, target, f, s):
 
 @inner
 def _neighbours(group, device, f, s):
-    """Seconds of transfers between a group and groups on a device, if they were apart."""
+    """Returns the seconds of transfers between a group and groups on a device, if they were apart."""
     seconds = 0.0
-    for i in range(f.ops_ptr[group], f.ops_ptr[group + 1]):
-        op = f.ops[i]
+    for op in f.ops[f.ops_ptr[group] : f.ops_ptr[group + 1]]:
         for k in range(f.a.input_ptr[op], f.a.input_ptr[op + 1]):
             other = f.a.holder[f.a.inputs[k]]
             if other != group and s.devices[other] == device:
@@ -143,15 +138,13 @@ def _neighbours(group, device, f, s):
 
 @inner
 def _added(group, target, f, s):
-    """Bytes that a group brings to a device now; what it reads may be there."""
+    """Returns the bytes that a group brings to a device now; what it reads may be there."""
     s.stamp[0] += 1
     added = f.resident[group]
-    for i in range(f.ops_ptr[group], f.ops_ptr[group + 1]):
-        op = f.ops[i]
+    for op in f.ops[f.ops_ptr[group] : f.ops_ptr[group + 1]]:
         if s.phase[op] == 2:
             continue
-        for k in range(f.a.input_ptr[op], f.a.input_ptr[op + 1]):
-            tensor = f.a.inputs[k]
+        for tensor in f.a.inputs[f.a.input_ptr[op] : f.a.input_ptr[op + 1]]:
             maker = f.a.producer[tensor]
             here = s.held[tensor, target] or (maker < 0 and s.devices[f.a.holder[tensor]] == target)
             if s.seen[tensor, 0] == s.stamp[0] or here or (maker >= 0 and s.phase[maker] != 2):
@@ -167,7 +160,7 @@ def _added(group, target, f, s):
 
 @inner
 def _target(group, f, s):
-    """The device to move a group to, -1 if none has room.
+    """Returns the device to move a group to, -1 if none has room.
 
     One that has room at its own peak is safe; one that has room only now may overflow later, and is the last resort.
     """
@@ -190,7 +183,10 @@ def _target(group, f, s):
 
 @inner
 def _relieve(device, slack, moves, f, s):
-    """The paper's greedy min-knapsack: the cheaper of the best group by cost per freed byte and the cheapest that is enough."""
+    """Moves groups off a device until it fits, by the paper's greedy min-knapsack; returns how many.
+
+    The cheaper of the best group by cost per freed byte and the cheapest that is enough goes next.
+    """
     need = s.memory[device] - f.limit[device] + slack
     pick = np.flatnonzero((s.devices == device) & f.movable)
     cost, freed = np.empty(len(pick)), np.empty(len(pick))
@@ -230,17 +226,15 @@ def _relieve(device, slack, moves, f, s):
 
 @inner
 def _end(op, f, s):
-    """An op ends: frees its temporaries, inputs that no other op waits for, and outputs that no op waits for."""
+    """Ends an op: frees its temporaries, inputs that no other op waits for, and outputs that no op waits for."""
     device = s.devices[f.a.op_group[op]]
     s.phase[op] = 2
     s.memory[device] -= f.temporary[op]
-    for k in range(f.a.input_ptr[op], f.a.input_ptr[op + 1]):
-        tensor = f.a.inputs[k]
+    for tensor in f.a.inputs[f.a.input_ptr[op] : f.a.input_ptr[op + 1]]:
         s.uses[tensor, device] -= 1
         if s.uses[tensor, device] == 0 and not (s.sends[tensor] > 0 and s.devices[f.a.holder[tensor]] == device):
             _drop(tensor, device, f, s)
-    for k in range(f.a.output_ptr[op], f.a.output_ptr[op + 1]):
-        tensor = f.a.outputs[k]
+    for tensor in f.a.outputs[f.a.output_ptr[op] : f.a.output_ptr[op + 1]]:
         # The run knows nothing of transfers that a move has made necessary; their copies come now.
         if s.rerouted[tensor]:
             for other in range(len(f.limit)):

@@ -2,7 +2,7 @@
 
 A *cell* is a device in a band; its load is limited. The *excess* of a partition is what cells are above their limits, in shares
 of the limit, plus the same for memory; a partition without excess is balanced. `g` is a `Level`
-(`rlplace.placement.published.compiler.nets`), `m` the `Machine`, `s` a `PartitionState`, `b` the `Buckets` of its moves.
+(`rlplace.placement.published.compiler.nets`), `m` the `Machine`, `s` a `PartitionState`, `buckets` the `Buckets` of its moves.
 """
 
 # Compiled functions take their types from their arguments.
@@ -50,78 +50,85 @@ class Buckets(NamedTuple):
     top: Any  # int64 [K], a bucket that no entry is above of
 
 
+# Kernels take the arrays out of records first: each access to a field inside of a loop would
+# count references. What takes records is inlined, since records are passed by value.
+
+
 @inner
-def _seconds(net, a, b, g, m):
+def _seconds(net, a, b, size, count, fixed, latency, inverse):
     """Returns the seconds that a net takes from device a to another device b."""
-    nets = g.nets
-    return nets.tensors[net] * m.latency[a, b] + nets.size_bytes[net] * m.inverse[a, b] + nets.fixed_s[net]
+    return count[net] * latency[a, b] + size[net] * inverse[a, b] + fixed[net]
 
 
-@inner
+@inner(forceinline=True)
 def _gains(vertex, g, m, s, gain, near):
     """Fills a row of `gain` with the seconds saved by moving a vertex to each device, and `near` where it has neighbours."""
-    here = s.part[vertex]
-    devices = len(m.latency)
+    source, _, _, size, count, fixed = g.nets
+    s_ptr, s_nets, r_ptr, r_nets = g.source_ptr, g.source_nets, g.reader_ptr, g.reader_nets
+    part, held, latency, inverse = s.part, s.held, m.latency, m.inverse
+    here = part[vertex]
+    devices = len(latency)
     for b in range(devices):
         gain[b], near[b] = 0.0, False
-    for i in range(g.source_ptr[vertex], g.source_ptr[vertex + 1]):
-        net = g.source_nets[i]
+    for i in range(s_ptr[vertex], s_ptr[vertex + 1]):
+        net = s_nets[i]
         for to in range(devices):
-            if s.held[net, to] == 0:
+            if held[net, to] == 0:
                 continue
             near[to] = True
-            paid = _seconds(net, here, to, g, m) if to != here else 0.0
+            paid = _seconds(net, here, to, size, count, fixed, latency, inverse) if to != here else 0.0
             for b in range(devices):
                 if b != here:
                     gain[b] += paid
                     if to != b:
-                        gain[b] -= _seconds(net, b, to, g, m)
-    for i in range(g.reader_ptr[vertex], g.reader_ptr[vertex + 1]):
-        net = g.reader_nets[i]
-        sender = s.part[g.nets.source[net]]
+                        gain[b] -= _seconds(net, b, to, size, count, fixed, latency, inverse)
+    for i in range(r_ptr[vertex], r_ptr[vertex + 1]):
+        net = r_nets[i]
+        sender = part[source[net]]
         near[sender] = True
         paid = 0.0
-        if sender != here and s.held[net, here] == 1:
-            paid = _seconds(net, sender, here, g, m)
+        if sender != here and held[net, here] == 1:
+            paid = _seconds(net, sender, here, size, count, fixed, latency, inverse)
         for b in range(devices):
             if b != here:
                 gain[b] += paid
                 if b != sender:
-                    if s.held[net, b] == 0:
-                        gain[b] -= _seconds(net, sender, b, g, m)
+                    if held[net, b] == 0:
+                        gain[b] -= _seconds(net, sender, b, size, count, fixed, latency, inverse)
                     else:
                         near[b] = True
 
 
 @inner
-def _unlink(entry, target, b):
-    if b.bucket_of[entry] < 0:
+def _unlink(entry, target, bucket_of, following, before, head):
+    if bucket_of[entry] < 0:
         return
-    if b.before[entry] >= 0:
-        b.following[b.before[entry]] = b.following[entry]
+    if before[entry] >= 0:
+        following[before[entry]] = following[entry]
     else:
-        b.head[target, b.bucket_of[entry]] = b.following[entry]
-    if b.following[entry] >= 0:
-        b.before[b.following[entry]] = b.before[entry]
-    b.bucket_of[entry] = -1
+        head[target, bucket_of[entry]] = following[entry]
+    if following[entry] >= 0:
+        before[following[entry]] = before[entry]
+    bucket_of[entry] = -1
 
 
-@inner
-def _link_all(vertex, gain, near, quantum, g, s, b):
+@inner(forceinline=True)
+def _enter(vertex, gain, near, quantum, g, s, buckets):
     """Enters the moves of a vertex to its neighbours' devices, after those that were entered before are out."""
-    devices = len(b.top)
+    bucket_of, following, before, head, top = buckets
+    time_s, here, devices = g.time_s, s.part[vertex], len(top)
     for target in range(devices):
         entry = vertex * devices + target
-        _unlink(entry, target, b)
-        if target != s.part[vertex] and near[target] and g.time_s[vertex, target] < np.inf:
+        _unlink(entry, target, bucket_of, following, before, head)
+        if target != here and near[target] and time_s[vertex, target] < np.inf:
             bucket = np.int64(np.floor(gain[target] / quantum)) + BUCKETS
             bucket = min(max(bucket, 0), 2 * BUCKETS - 1)
-            b.bucket_of[entry] = bucket
-            b.following[entry], b.before[entry] = b.head[target, bucket], -1
-            if b.head[target, bucket] >= 0:
-                b.before[b.head[target, bucket]] = entry
-            b.head[target, bucket] = entry
-            b.top[target] = max(b.top[target], bucket)
+            bucket_of[entry] = bucket
+            following[entry], before[entry] = head[target, bucket], -1
+            if head[target, bucket] >= 0:
+                before[head[target, bucket]] = entry
+            head[target, bucket] = entry
+            top[target] = max(top[target], bucket)
 
 
 @inner
@@ -130,38 +137,40 @@ def _over(value, limit):
     return max(0.0, value / limit - 1.0 - 1e-9) if limit < np.inf else 0.0
 
 
-@inner
+@inner(forceinline=True)
 def _excess_change(vertex, to, g, m, s):
     """Returns the change of the excess when a vertex moves."""
-    here, w = s.part[vertex], g.band[vertex]
-    change = _over(s.load[to, w] + g.time_s[vertex, to], m.limit[to, w]) - _over(s.load[to, w], m.limit[to, w])
-    change += _over(s.load[here, w] - g.time_s[vertex, here], m.limit[here, w]) - _over(s.load[here, w], m.limit[here, w])
-    size = g.footprint_bytes[vertex]
-    change += _over(s.used[to] + size, m.room[to]) - _over(s.used[to], m.room[to])
-    return change + _over(s.used[here] - size, m.room[here]) - _over(s.used[here], m.room[here])
+    load, used, limit, room, time_s = s.load, s.used, m.limit, m.room, g.time_s
+    here, w, size = s.part[vertex], g.band[vertex], g.footprint_bytes[vertex]
+    change = _over(load[to, w] + time_s[vertex, to], limit[to, w]) - _over(load[to, w], limit[to, w])
+    change += _over(load[here, w] - time_s[vertex, here], limit[here, w]) - _over(load[here, w], limit[here, w])
+    change += _over(used[to] + size, room[to]) - _over(used[to], room[to])
+    return change + _over(used[here] - size, room[here]) - _over(used[here], room[here])
 
 
 @entry
 def evaluate(part, g, m):
     """Returns the state of a partition int32 [G], its cut in seconds and its excess."""
-    devices = len(m.latency)
-    held = np.zeros((len(g.nets.source), devices), dtype=np.int32)
-    load, used = np.zeros(m.limit.shape), np.zeros(devices)
+    latency, inverse, limit, room = m
+    source, pin_ptr, pins, size, count, fixed = g.nets
+    time_s, footprint, band, devices = g.time_s, g.footprint_bytes, g.band, len(latency)
+    held = np.zeros((len(source), devices), dtype=np.int32)
+    load, used = np.zeros(limit.shape), np.zeros(devices)
     for vertex in range(len(part)):
-        load[part[vertex], g.band[vertex]] += g.time_s[vertex, part[vertex]]
-        used[part[vertex]] += g.footprint_bytes[vertex]
+        load[part[vertex], band[vertex]] += time_s[vertex, part[vertex]]
+        used[part[vertex]] += footprint[vertex]
     cut, excess = 0.0, 0.0
-    for net in range(len(held)):
-        for i in range(g.nets.pin_ptr[net], g.nets.pin_ptr[net + 1]):
-            held[net, part[g.nets.pins[i]]] += 1
-        sender = part[g.nets.source[net]]
+    for net in range(len(source)):
+        for i in range(pin_ptr[net], pin_ptr[net + 1]):
+            held[net, part[pins[i]]] += 1
+        sender = part[source[net]]
         for to in range(devices):
             if to != sender and held[net, to] > 0:
-                cut += _seconds(net, sender, to, g, m)
+                cut += _seconds(net, sender, to, size, count, fixed, latency, inverse)
     for device in range(devices):
         for w in range(load.shape[1]):
-            excess += _over(load[device, w], m.limit[device, w])
-        excess += _over(used[device], m.room[device])
+            excess += _over(load[device, w], limit[device, w])
+        excess += _over(used[device], room[device])
     return PartitionState(part, held, load, used), cut, excess
 
 
@@ -176,6 +185,8 @@ def refine(part, loose, patience, g, m):
     vertices, devices = g.time_s.shape
     s, cut, excess = evaluate(part, g, m)
     held, load, used = s.held, s.load, s.used
+    source, pin_ptr, pins = g.nets.source, g.nets.pin_ptr, g.nets.pins
+    s_ptr, s_nets, r_ptr, r_nets = g.source_ptr, g.source_nets, g.reader_ptr, g.reader_nets
     time_s, footprint, band, limit, room = g.time_s, g.footprint_bytes, g.band, m.limit, m.room
     gain, near = np.zeros((vertices, devices)), np.zeros((vertices, devices), dtype=np.bool_)
     largest = 0.0
@@ -186,10 +197,11 @@ def refine(part, loose, patience, g, m):
     quantum = max(largest, 1e-30) / (BUCKETS - 1)
     out = np.full((3, vertices * devices), -1, dtype=np.int64)
     head, top = np.full((devices, 2 * BUCKETS), -1, dtype=np.int64), np.full(devices, -1, dtype=np.int64)
-    buckets, following = Buckets(out[0], out[1], out[2], head, top), out[1]
+    bucket_of, following, before = out[0], out[1], out[2]
+    buckets = Buckets(bucket_of, following, before, head, top)
     locked = np.zeros(vertices, dtype=np.bool_)
     for v in range(vertices):
-        _link_all(v, gain[v], near[v], quantum, g, s, buckets)
+        _enter(v, gain[v], near[v], quantum, g, s, buckets)
     log = np.zeros((vertices, 2), dtype=np.int64)
     moves, kept = 0, 0
     best_cut, best_excess, best_load = cut, excess, load.max()
@@ -238,27 +250,27 @@ def refine(part, loose, patience, g, m):
         used[to] += footprint[vertex]
         locked[vertex] = True
         for b in range(devices):
-            _unlink(vertex * devices + b, b, buckets)
+            _unlink(vertex * devices + b, b, bucket_of, following, before, head)
         part[vertex] = to
         log[moves, 0], log[moves, 1] = vertex, here
         moves += 1
-        first, last, sent = g.reader_ptr[vertex], g.reader_ptr[vertex + 1], g.source_ptr[vertex + 1]
-        for net in g.reader_nets[first:last]:
-            held[net, here] -= 1
-            held[net, to] += 1
+        first, last, sent = r_ptr[vertex], r_ptr[vertex + 1], s_ptr[vertex + 1]
+        for i in range(first, last):
+            held[r_nets[i], here] -= 1
+            held[r_nets[i], to] += 1
         seen[vertex] = moves
-        for i in range(g.source_ptr[vertex], sent + last - first):
+        for i in range(s_ptr[vertex], sent + last - first):
             sends = i < sent
-            net = g.source_nets[i] if sends else g.reader_nets[i - sent + first]
+            net = s_nets[i] if sends else r_nets[i - sent + first]
             if not sends and held[net, here] > 1 and held[net, to] > 2:
                 continue  # no gain depends on these counts
-            for j in range(g.nets.pin_ptr[net] - 1, g.nets.pin_ptr[net + 1]):
-                v = np.int64(g.nets.pins[j] if j >= g.nets.pin_ptr[net] else g.nets.source[net])
+            for j in range(pin_ptr[net] - 1, pin_ptr[net + 1]):
+                v = np.int64(pins[j] if j >= pin_ptr[net] else source[net])
                 if locked[v] or seen[v] == moves:
                     continue
                 seen[v] = moves
                 _gains(v, g, m, s, gain[v], near[v])
-                _link_all(v, gain[v], near[v], quantum, g, s, buckets)
+                _enter(v, gain[v], near[v], quantum, g, s, buckets)
         if _better(excess, cut, load.max(), best_excess, best_cut, best_load):
             best_excess, best_cut, best_load, kept = excess, cut, load.max(), moves
     for i in range(moves - 1, kept - 1, -1):

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.compiled import entry
+from rlplace.memoized import memoized
 from rlplace.placement.common.groupgraph import tensor_traffic
 from rlplace.problem import Problem
 from rlplace.problem.contract import alike, crossing
@@ -72,6 +73,7 @@ class Level(NamedTuple):
     reader_nets: NDArray[np.int32]
 
 
+@memoized
 def problem_nets(problem: Problem) -> Nets:
     """Returns nets of the groups of a problem: a tensor goes once to each device that reads it, and equal nets are one."""
     holder, reader = problem.tensor_group, problem.op_group[problem.consumers]
@@ -144,37 +146,39 @@ def match(
 def _match(order, part, g, seconds, here_s, most_s):
     """Returns int64 [G], the partner of each vertex, -1 for none."""
     weight, near, partner = np.zeros(len(part)), np.empty(len(part), dtype=np.int64), np.full(len(part), -1, dtype=np.int64)
-    nets = g.nets
+    source, pin_ptr, pins = g.nets.source, g.nets.pin_ptr, g.nets.pins
+    s_ptr, s_nets, r_ptr, r_nets = g.source_ptr, g.source_nets, g.reader_ptr, g.reader_nets
+    band, time_s = g.band, g.time_s
     for v in order:
         if partner[v] >= 0:
             continue
         count = 0
-        for i in range(g.source_ptr[v], g.source_ptr[v + 1]):
-            net = g.source_nets[i]
-            readers = nets.pin_ptr[net + 1] - nets.pin_ptr[net]
+        for i in range(s_ptr[v], s_ptr[v + 1]):
+            net = s_nets[i]
+            readers = pin_ptr[net + 1] - pin_ptr[net]
             if readers > WIDE:
                 continue
-            for j in range(nets.pin_ptr[net], nets.pin_ptr[net + 1]):
-                if weight[nets.pins[j]] == 0.0:
-                    near[count] = nets.pins[j]
+            for j in range(pin_ptr[net], pin_ptr[net + 1]):
+                if weight[pins[j]] == 0.0:
+                    near[count] = pins[j]
                     count += 1
-                weight[nets.pins[j]] += (seconds[net] + 1e-30) / readers
-        for i in range(g.reader_ptr[v], g.reader_ptr[v + 1]):
-            net = g.reader_nets[i]
-            readers = nets.pin_ptr[net + 1] - nets.pin_ptr[net]
+                weight[pins[j]] += (seconds[net] + 1e-30) / readers
+        for i in range(r_ptr[v], r_ptr[v + 1]):
+            net = r_nets[i]
+            readers = pin_ptr[net + 1] - pin_ptr[net]
             if readers > WIDE:
                 continue
-            if weight[nets.source[net]] == 0.0:
-                near[count] = nets.source[net]
+            if weight[source[net]] == 0.0:
+                near[count] = source[net]
                 count += 1
-            weight[nets.source[net]] += (seconds[net] + 1e-30) / readers
+            weight[source[net]] += (seconds[net] + 1e-30) / readers
         best, heaviest = -1, 0.0
         for i in range(count):
             u = near[i]
-            if partner[u] < 0 and u != v and part[u] == part[v] and g.band[u] == g.band[v] and weight[u] > heaviest:
+            if partner[u] < 0 and u != v and part[u] == part[v] and band[u] == band[v] and weight[u] > heaviest:
                 same = True  # a pair may sit wherever its members may
-                for d in range(g.time_s.shape[1]):
-                    same &= (g.time_s[u, d] < np.inf) == (g.time_s[v, d] < np.inf)
+                for d in range(time_s.shape[1]):
+                    same &= (time_s[u, d] < np.inf) == (time_s[v, d] < np.inf)
                 if same and here_s[u] + here_s[v] <= most_s:
                     best, heaviest = u, weight[u]
             weight[u] = 0.0

@@ -89,18 +89,20 @@ def streamed(
 @entry
 def _stream(order, g, seconds, limit, room):
     part = np.full(len(order), -1, dtype=np.int32)
-    nets, time_s, footprint, band = g.nets, g.time_s, g.footprint_bytes, g.band
+    source, pin_ptr, pins = g.nets.source, g.nets.pin_ptr, g.nets.pins
+    s_ptr, s_nets, r_ptr, r_nets = g.source_ptr, g.source_nets, g.reader_ptr, g.reader_nets
+    time_s, footprint, band = g.time_s, g.footprint_bytes, g.band
     devices = time_s.shape[1]
     load, used, trade = np.zeros(limit.shape), np.zeros(devices), np.zeros(devices)
     for v in order:
         trade[:] = 0.0
-        for net in g.source_nets[g.source_ptr[v] : g.source_ptr[v + 1]]:
-            for pin in nets.pins[nets.pin_ptr[net] : nets.pin_ptr[net + 1]]:
+        for net in s_nets[s_ptr[v] : s_ptr[v + 1]]:
+            for pin in pins[pin_ptr[net] : pin_ptr[net + 1]]:
                 if part[pin] >= 0:
                     trade[part[pin]] += seconds[net]
-        for net in g.reader_nets[g.reader_ptr[v] : g.reader_ptr[v + 1]]:
-            if part[nets.source[net]] >= 0:
-                trade[part[nets.source[net]]] += seconds[net]
+        for net in r_nets[r_ptr[v] : r_ptr[v + 1]]:
+            if part[source[net]] >= 0:
+                trade[part[source[net]]] += seconds[net]
         best, fits = -1, False
         for d in range(devices):
             if time_s[v, d] == np.inf:

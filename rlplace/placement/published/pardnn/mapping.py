@@ -88,22 +88,24 @@ def _sum(tree, end):
 
 
 @inner
-def _span(tree, cluster, c):
-    """Returns the work in the span of a cluster."""
-    return _sum(tree, c.end[cluster]) - _sum(tree, c.start[cluster])
+def _span(tree, start, end):
+    """Returns the sum over the levels from `start` up to `end`."""
+    return _sum(tree, end) - _sum(tree, start)
 
 
-@inner
+@inner(forceinline=True)  # records are passed by value
 def _assign(cluster, device, c, s):
     """Maps a cluster: its work moves from the open tree to the device's, and its neighbours' traffic goes there."""
+    member, level, node_s, weight, near = c.member, c.level, c.node_s, c.weight, c.near
+    traffic, tree, open_tree, others, seconds = s.traffic, s.trees[device], s.open_tree, near.node, near.cost
     s.chosen[cluster] = device
     s.room[device] -= c.size[cluster]
     for i in range(c.member_ptr[cluster], c.member_ptr[cluster + 1]):
-        node = c.member[i]
-        _add(s.trees[device], c.level[node], c.node_s[node, device])
-        _add(s.open_tree, c.level[node], -c.weight[node])
-    for k in range(c.near.ptr[cluster], c.near.ptr[cluster + 1]):
-        s.traffic[c.near.node[k], device] += c.near.cost[k]
+        node = member[i]
+        _add(tree, level[node], node_s[node, device])
+        _add(open_tree, level[node], -weight[node])
+    for k in range(near.ptr[cluster], near.ptr[cluster + 1]):
+        traffic[others[k], device] += seconds[k]
 
 
 @entry
@@ -114,9 +116,12 @@ def map_all(sequence, rounds, most_communicating, work_share, c, s):
     work_share: how much work in the span counts beside traffic when load is balanced; below 0: by what the cluster adds.
     c: The `ClusterCosts`. s: The `Mapping`, with devices that are settled beforehand.
     """
-    num_devices, chosen, traffic, room = len(s.trees), s.chosen, s.traffic, s.room
-    for node in range(len(c.level)):
-        _add(s.open_tree, c.level[node], c.weight[node])
+    # Each access to a field of a record inside of a loop would count references.
+    chosen, room, traffic, trees, open_tree = s
+    time_s, size, starts, ends, own, total = c.time_s, c.size, c.start, c.end, c.own, c.total
+    level, weight, ticks, distance, num_devices = c.level, c.weight, c.ticks, c.distance, len(trees)
+    for node in range(len(level)):
+        _add(open_tree, level[node], weight[node])
     for cluster in range(len(chosen)):
         if chosen[cluster] >= 0:
             _assign(cluster, chosen[cluster], c, s)
@@ -130,18 +135,18 @@ def map_all(sequence, rounds, most_communicating, work_share, c, s):
             for device in range(1, num_devices):
                 if traffic[cluster, device] > traffic[cluster, best]:
                     best = device
-            gain = traffic[cluster, best]
-            if gain <= 0.0 or c.time_s[cluster, best] == np.inf or c.size[cluster] > room[best]:
+            gain, start, end = traffic[cluster, best], starts[cluster], ends[cluster]
+            if gain <= 0.0 or time_s[cluster, best] == np.inf or size[cluster] > room[best]:
                 continue
-            whole = gain >= c.total[cluster] * (1.0 - 1e-9)
-            if not whole and not (most_communicating and gain > c.total[cluster] / num_devices):
+            whole = gain >= total[cluster] * (1.0 - 1e-9)
+            if not whole and not (most_communicating and gain > total[cluster] / num_devices):
                 continue
             most, least, summed = 0.0, np.inf, 0.0
             for device in range(num_devices):
-                work[device] = _span(s.trees[device], cluster, c)
+                work[device] = _span(trees[device], start, end)
                 most, least, summed = max(most, work[device]), min(least, work[device]), summed + work[device]
-            free = max(0.0, _span(s.open_tree, cluster, c) - c.own[cluster])
-            seconds = c.time_s[cluster, best]
+            free = max(0.0, _span(open_tree, start, end) - own[cluster])
+            seconds = time_s[cluster, best]
             loaded = work[best] + seconds
             slack = 1e-9 * (loaded + summed + free)
             # (a) What is still open in the span can fill the other devices up to the new load of this one.
@@ -162,22 +167,21 @@ def map_all(sequence, rounds, most_communicating, work_share, c, s):
     for cluster in sequence:
         if chosen[cluster] >= 0:
             continue
-        best, lowest, roomiest = -1, np.inf, -1
+        best, lowest, roomiest, start, end = -1, np.inf, -1, starts[cluster], ends[cluster]
         for device in range(num_devices):
-            if c.time_s[cluster, device] < np.inf and (roomiest < 0 or room[device] > room[roomiest]):
+            if time_s[cluster, device] < np.inf and (roomiest < 0 or room[device] > room[roomiest]):
                 roomiest = device
         for device in range(num_devices):
-            if c.time_s[cluster, device] == np.inf or (c.size[cluster] > room[device] and device != roomiest):
+            if time_s[cluster, device] == np.inf or (size[cluster] > room[device] and device != roomiest):
                 continue
-            cost = _span(s.trees[device], cluster, c)
+            cost = _span(trees[device], start, end)
             if work_share < 0.0:
                 # A device that is busy throughout the span is held up by all of the cluster's time, an idle one by none.
-                length = c.ticks[c.end[cluster]] - c.ticks[c.start[cluster]]
-                cost = min(1.0, cost / max(length, 1e-30)) * c.time_s[cluster, device]
+                cost = min(1.0, cost / max(ticks[end] - ticks[start], 1e-30)) * time_s[cluster, device]
             else:
-                cost = work_share * (cost + c.time_s[cluster, device])
+                cost = work_share * (cost + time_s[cluster, device])
             for other in range(num_devices):
-                cost += traffic[cluster, other] * c.distance[device, other]
+                cost += traffic[cluster, other] * distance[device, other]
             tie = 1e-9 * lowest if best >= 0 else 0.0
             if cost < lowest - tie or (
                 best >= 0 and cost <= lowest + tie and traffic[cluster, device] > traffic[cluster, best]

@@ -25,17 +25,18 @@ def levels(order, weight, out, cluster):
     """Returns float64 [V] top levels and float64 [V] bottom levels in seconds; `out` holds the `Edges`, of which those inside
     a cluster (numbers from 0 up) cost nothing.
     """
+    ptr, child, edge_s = out
     top, bottom = np.zeros(len(order)), np.zeros(len(order))
     for node in order:
-        for k in range(out.ptr[node], out.ptr[node + 1]):
-            cost = 0.0 if cluster[node] >= 0 and cluster[node] == cluster[out.node[k]] else out.cost[k]
-            top[out.node[k]] = max(top[out.node[k]], top[node] + weight[node] + cost)
+        for k in range(ptr[node], ptr[node + 1]):
+            cost = 0.0 if cluster[node] >= 0 and cluster[node] == cluster[child[k]] else edge_s[k]
+            top[child[k]] = max(top[child[k]], top[node] + weight[node] + cost)
     for i in range(len(order) - 1, -1, -1):
         node = order[i]
         longest = 0.0
-        for k in range(out.ptr[node], out.ptr[node + 1]):
-            cost = 0.0 if cluster[node] >= 0 and cluster[node] == cluster[out.node[k]] else out.cost[k]
-            longest = max(longest, cost + bottom[out.node[k]])
+        for k in range(ptr[node], ptr[node + 1]):
+            cost = 0.0 if cluster[node] >= 0 and cluster[node] == cluster[child[k]] else edge_s[k]
+            longest = max(longest, cost + bottom[child[k]])
         bottom[node] = weight[node] + longest
     return top, bottom
 
@@ -46,6 +47,7 @@ def heaviest_paths(order, weight, out, barred, count, cluster):
 
     barred: bool [V], nodes that stay out of paths. cluster: int32 [V], -1 everywhere.
     """
+    ptr, children, edge_s = out
     num = len(order)
     bottom, following = np.zeros(num), np.empty(num, dtype=np.int32)
     for path in range(count):
@@ -55,12 +57,12 @@ def heaviest_paths(order, weight, out, barred, count, cluster):
             if barred[node] or cluster[node] >= 0:
                 continue
             longest, next_node = 0.0, -1
-            for k in range(out.ptr[node], out.ptr[node + 1]):
-                child = out.node[k]
+            for k in range(ptr[node], ptr[node + 1]):
+                child = children[k]
                 if barred[child] or cluster[child] >= 0:
                     continue
                 # Among equally heavy children the one with the smallest number.
-                length = out.cost[k] + bottom[child]
+                length = edge_s[k] + bottom[child]
                 if next_node < 0 or length > longest or (length == longest and child < next_node):
                     longest, next_node = length, child
             bottom[node], following[node] = weight[node] + longest, next_node
@@ -80,6 +82,7 @@ def greedy_paths(starts, out, barred, bottom, cluster, number):
 
     starts: int32 [V], nodes by falling priority. number: of the first path. Returns the number after the last one.
     """
+    ptr, children, edge_s = out
     for node in starts:
         if cluster[node] >= 0:
             continue
@@ -88,10 +91,10 @@ def greedy_paths(starts, out, barred, bottom, cluster, number):
             cluster[node] = number
             longest, next_node = -1.0, -1
             if not alone:
-                for k in range(out.ptr[node], out.ptr[node + 1]):
-                    child = out.node[k]
-                    if cluster[child] < 0 and not barred[child] and out.cost[k] + bottom[child] > longest:
-                        longest, next_node = out.cost[k] + bottom[child], child
+                for k in range(ptr[node], ptr[node + 1]):
+                    child = children[k]
+                    if cluster[child] < 0 and not barred[child] and edge_s[k] + bottom[child] > longest:
+                        longest, next_node = edge_s[k] + bottom[child], child
             node = next_node
         number += 1
     return number

@@ -23,8 +23,7 @@ from benchmarks.agent.jobs import tell
 from benchmarks.agent.methods import options_of
 from benchmarks.leaderboard.cases import FILE, CaseInfo, board_cases, freeze, info_of
 from benchmarks.leaderboard.checking import check_submission
-from benchmarks.leaderboard.making import make, new_card, placer
-from benchmarks.leaderboard.ours import PASE
+from benchmarks.leaderboard.making import OURS, make, new_card, placer
 from benchmarks.leaderboard.page import BASE, page
 from benchmarks.leaderboard.reading import SUBMISSIONS, folders, read_submission
 from benchmarks.leaderboard.records import BUDGETS, Submission
@@ -116,7 +115,7 @@ def _make(options: argparse.Namespace, cases: dict[str, ProblemCase]) -> None:
     said = {key: getattr(options, key) for key in ("authors", "method", "link", "kind", "hardware")}
     planner = options.planner
     if planner == "pase":  # places no groups; the card says what stands in
-        said = {**{key: getattr(PASE, key) for key in ("method", "link", "kind")}, **{k: t for k, t in said.items() if t}}
+        said |= {key: text for key, text in OURS["pase"].items() if said[key] is None}
         planner = "single"
     place = placer(planner, options.budget, options.agent, options_of(options.option, f"--planner {planner}"))
     if options.agent is not None and said["method"] is None:

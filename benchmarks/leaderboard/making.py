@@ -6,6 +6,7 @@ import gzip
 import json
 import platform
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -21,7 +22,6 @@ from benchmarks.agent.jobs import tell
 from benchmarks.agent.measure import after_floor
 from benchmarks.agent.methods import random_search
 from benchmarks.agent.records import Budget
-from benchmarks.leaderboard.ours import OURS
 from benchmarks.leaderboard.reading import CARD, PLANS
 from benchmarks.leaderboard.records import Card, Row
 from rlplace.agents.planner import load_agent
@@ -37,6 +37,9 @@ from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.records import build
 from rlplace.simulator import simulate
+
+OURS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("ours.toml").read_text())
+"""Texts of the cards of rlplace's own planners."""
 
 SEARCHES = ("annealing", "local_search", "random", "agent")
 """Planners that start from a given plan and take a number of calls."""
@@ -159,12 +162,10 @@ def new_card(name: str, planner: str, budget: str, said: Mapping[str, str | None
 
     import rlplace
 
-    known = OURS.get(planner)
+    known = OURS.get(planner, {})
     texts: dict[str, str | None] = {
-        "authors": None if known is None else "The rlplace authors",
-        "method": None if known is None else known.method,
-        "link": None if known is None else known.link,
-        "kind": None if known is None else known.kind,
+        "authors": "The rlplace authors" if known else None,
+        **{key: known.get(key) for key in ("method", "link", "kind")},
         "hardware": f"{processor()}, one thread",
         **{key: text for key, text in said.items() if text is not None},
     }

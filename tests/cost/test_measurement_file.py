@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from rlplace.cost.timings import FORMAT, Measurement, PlaceTiming, PlanTiming, PlanTimings, rank_correlation
+from rlplace.cost.timings import Measurement, PlaceTiming, PlanTiming, PlanTimings, rank_correlation
 from rlplace.errors import InputError
-from tests.hostile.seeds import MEASUREMENT
+from tests.hostile.seeds import DATA
 
-FULL = Measurement.from_dict({"format": FORMAT, "version": 1, **MEASUREMENT})
+FULL = Measurement.load(DATA / "mlp.measure.json")
 
 
 def edited(**changes):

@@ -303,15 +303,11 @@ def _agent(path: Path, seeds: Path) -> None:
 
 
 def _resume(path: Path, seeds: Path) -> None:
-    from types import SimpleNamespace
-
     from rlplace.agents.problems.sources import CaseSource
     from rlplace.agents.train import TrainingRun
-    from rlplace.cli.train import _config
+    from rlplace.cli.train import TrainOptions, _config
 
-    names = ("cases", "fit_steps", "steps", "policy", "seed", "device", "processes", "problems")
-    options: Any = SimpleNamespace(**dict.fromkeys(names), resume=str(path.parent))
-    config, _ = _config(options, path.parent)
+    config, _ = _config(TrainOptions(resume=str(path.parent)), path.parent)
     run = TrainingRun(CaseSource("none", lambda number: None, 0), config, path.parent, True, False, str)  # type: ignore[arg-type]
     if run._moments is not None:
         import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,108 +35,9 @@ REDUCED: dict[str, Any] = {
     "collectives": [{"ops": [4, 5], "channels": [0, 1]}],
 }
 """Two groups a and b that end in a collective: fields of a problem."""
-TOPOLOGY = """format = "rlplace.cluster"
-version = 1
-name = "lab"
+DATA = Path(__file__).parent / "data"
+"""Seeds as files: two clusters, a cost table, a measurement."""
 
-[[kind]]
-name = "half"
-like = "l4"
-peak_flops = {float32 = 1e13}
-
-[[device]]
-name = "d0"
-kind = "l4"
-
-[[device]]
-name = "d1"
-kind = "half"
-host = 1
-
-[[topology.resource]]
-name = "{device} out"
-each = "*"
-bytes_per_s = 55e9
-
-[[topology.resource]]
-name = "{device} in"
-each = ["d0", "d1"]
-bytes_per_s = 55e9
-latency_s = 1e-6
-
-[[topology.path]]
-from = "*"
-to = "*"
-over = ["{from} out", "{to} in"]
-latency_s = 15e-6
-efficiency = 0.9
-
-[[fabric]]
-devices = [0, 1]
-
-[[fabric.curves]]
-group_size = 2
-pieces = [[0, 2.4e-5, 22.8e9]]
-"""
-RULES = """format = "rlplace.cluster"
-version = 1
-
-[[device]]
-name = "gpu0"
-kind = "a100-80g"
-
-[[device]]
-name = "gpu1"
-kind = "a100-80g"
-host = 1
-memory_bytes = 40000000000
-
-[interconnect]
-inside = "pcie"
-network = "ib=8x200g"
-"""
-COSTS: dict[str, Any] = {
-    "name": "lab",
-    "source": "test",
-    "kinds": {
-        "l4": {
-            "eager_issue_s": 6e-6,
-            "step_factor": 1.02,
-            "curves": [
-                {"op": "gemm", "dtype": "float32", "direction": "forward", "compute_efficiency": 0.8, "saturation": 0.5,
-                 "compute_half_flops": 2e10, "bandwidth_efficiency": 0.85, "bandwidth_half_bytes": 5e7, "floor_s": 5e-6,
-                 "overhead_s": 1e-5, "basis": "calibrated", "source": "x",
-                 "residual": {"features": ["log_m", "waves_128x128"], "mean": [8, 0], "scale": [2, 1], "low": [0, -9],
-                              "high": [20, 9], "weights": [[[0.1, -0.2], [0.3, 0.4]], [[1, -1]]], "bias": [[0, 0.1], [0]],
-                              "bound": 2}},
-            ],
-            "measured": [{"op": "elementwise", "dtype": "float32", "direction": "forward",
-                          "shapes": [{"dims": {"bytes": 128}, "seconds": 0.00055}]}],
-            "targets": [{"target": "aten.linear.default", "dtype": "float32", "direction": "backward",
-                         "compute_efficiency": 1, "compute_half_flops": 0, "bandwidth_efficiency": 1,
-                         "bandwidth_half_bytes": 0, "basis": "calibrated",
-                         "shapes": [{"dims": {"m": 4, "n": 4, "k": 4, "flops": 256, "bytes": 400}, "seconds": 1e-5}]}],
-        }
-    },
-}  # fmt: skip
-MEASUREMENT: dict[str, Any] = {
-    "name": "mlp",
-    "model": {"model": "zoo:mlp", "batch": 64, "seq": 1, "dtype": "fp32", "optimizer": "adam"},
-    "environment": {"device": "a processor", "device_kind": "cpu", "device_type": "cpu", "torch": "2.13.0", "threads": 1,
-                    "clock_mhz": 2600.0, "temperature_c": 40, "details": {"cores": 2, "allocator": "keep", "load": 0.5}},
-    "cache": "step",
-    "control": {"shape": "mm", "first_s": 0.0016, "last_s": 0.0017},
-    "host_s": 0.0017,
-    "ops": [
-        {"target": "aten.linear.default", "kind": "gemm", "dtype": "float32", "direction": "forward", "flops": 134217728.0,
-         "size_bytes": 4722688, "dims": {"k": 1024, "m": 64, "n": 1024}, "count": 8, "seconds": 0.00138, "p10_s": 0.00131,
-         "p90_s": 0.00151, "repeats": 25, "issue_s": 1e-5},
-        {"target": "aten.view.default", "kind": "view", "dtype": "float32", "direction": "backward", "flops": 0,
-         "size_bytes": 0, "count": 1, "seconds": 0, "p10_s": 0, "p90_s": 1e-6, "repeats": 25},
-    ],
-    "step": {"seconds": 0.0757, "min_s": 0.0731, "p10_s": 0.0739, "p90_s": 0.0785, "repeats": 25, "undisturbed": 25,
-             "busy_s": 0.0757, "instrumented_s": 0.0782, "peak_memory_bytes": 1000},
-}  # fmt: skip
 CLUSTERS = ("a100-80g:4", "h100:2x8", "a100-80g:4+v100:4,pcie,eth=25g", "cpu:1+l4:2,ib=8x400g", "host")
 MODELS = ("zoo:mlp,width=8,depth=2", "zoo:dlrm", "zoo:nothing,x=1", "nowhere.module:function", "nowhere.py:function,x=1")
 RATES = ("1gbit", "0,50mbit;200mbit,0", "100 Mbit/s")
@@ -157,8 +59,8 @@ def make_seeds(folder: Path) -> None:
     _agent(folder, problem)
     _comparison(folder)
     _records(folder)
-    for name, text in (("topology.toml", TOPOLOGY), ("rules.toml", RULES)):
-        (folder / name).write_text(text)
+    for path in DATA.iterdir():
+        shutil.copy(path, folder)
     for kind, texts in (("cluster", CLUSTERS), ("model", MODELS), ("rates", RATES), ("cores", CORES), ("space", SPACES)):
         for number, text in enumerate(texts):
             (folder / f"{kind}{number}.text").write_text(text)
@@ -229,7 +131,6 @@ def _graph_and_costs(folder: Path) -> None:
     price(graph, "l4:2", groups=2, level="op").save(folder / "ops.problem.json")
     Cluster.preset("l4:2").save(folder / "saved.toml")
     _strategies(folder, graph)
-    _write(folder / "lab.cost.json", "cost", COSTS)
 
 
 def _strategies(folder: Path, graph: Any) -> None:
@@ -252,7 +153,6 @@ def _measured(folder: Path) -> None:
     from rlplace.cost.timings import PlaceTiming, PlanTiming, PlanTimings
     from rlplace.measure.log import Ended, Run, RunLog
 
-    _write(folder / "mlp.measure.json", "measurement", MEASUREMENT)
     place = PlaceTiming(0, "a", 0.1, 0.02, 0.01, peak_memory_bytes=123, predicted_busy_s=0.09, predicted_peak_bytes=120)
     timing = PlanTiming("p", "9f", "4a", "heft", "joint_graph", (0.1, 0.11, 0.1, 0.12), (place,), 0.8, 0.1)
     PlanTimings("mlp", {"torch": "2.13", "threads": 1}, (timing,)).save(folder / "job.timings.json")

@@ -23,7 +23,7 @@ from rlplace.agents.problems.cases import ProblemCase
 from rlplace.agents.search import GuidedSearch
 from rlplace.envs.construction import CONSTRUCTION_FEATURES, NUM_CONSTRUCTION, construct, construction_bank, construction_state
 from rlplace.envs.guide.features import FEATURES
-from rlplace.envs.instance import Instance, make_instance, side_by_side
+from rlplace.envs.instance import PlacementInstance, make_instance, side_by_side
 from rlplace.envs.observation import GraphArrays, graph_arrays
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.files import write_bytes
@@ -113,7 +113,7 @@ def quick_plan(problem: Problem) -> NDArray[np.int32] | None:
     return best.devices if best is not None and best.score.feasible and problem.num_devices > 1 else None
 
 
-def demonstration_of(instance: Instance, plan: NDArray[np.int32]) -> Demonstration:
+def demonstration_of(instance: PlacementInstance, plan: NDArray[np.int32]) -> Demonstration:
     """Returns the decisions that build a feasible plan: a branch at a time, and branches side by side."""
     both = (instance, side_by_side(instance))
     bank, state = tuple(construction_bank(both)), construction_state(2, *instance.allowed.shape)

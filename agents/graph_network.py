@@ -23,7 +23,7 @@ from torch.nn import functional
 from rlplace.agents.policies import Policy, narrowed
 from rlplace.envs.base import PLACEMENT, greedy_fit
 from rlplace.envs.construction import CONSTRUCTION_FEATURES, RUNNING, construct, construction_bank, construction_state
-from rlplace.envs.instance import Instance, make_instance, side_by_side
+from rlplace.envs.instance import PlacementInstance, make_instance, side_by_side
 from rlplace.envs.observation import EDGE_FEATURES, NUM_NODE_FEATURES, GraphArrays, graph_arrays
 from rlplace.problem.generate import random_problem
 
@@ -66,7 +66,7 @@ class _Graphs:
         self.target = torch.cat([ends + begin for ends, begin in zip(target, self.first, strict=True)])
 
     def mean(self, groups: Tensor) -> Tensor:
-        """[graphs, H], means over the groups [G, H] of each."""
+        """Returns [graphs, H], means over the groups [G, H] of each."""
         return torch.zeros(len(self.sizes), groups.shape[1]).index_add(0, self.of_group, groups) / self.sizes[:, None]
 
 
@@ -111,7 +111,7 @@ class GraphNetwork(Policy):
         self._told: tuple[Tensor, ...] | None = None  # what `decide` computes once
 
     def settings(self) -> dict[str, Any]:
-        """Its sizes."""
+        """Returns its sizes."""
         return dict(self._sizes)
 
     def know(self, graphs: Sequence[GraphArrays]) -> None:
@@ -180,7 +180,9 @@ _PROBE, _HOPE = 64, 0.7
 """Groups after which the pace is known, and the share of that pace at which the others are hoped to take."""
 
 
-def built(policy: Policy, instance: Instance, count: int, *, seed: int = 0, deadline_s: float = math.inf) -> NDArray[np.int32]:
+def built(
+    policy: Policy, instance: PlacementInstance, count: int, *, seed: int = 0, deadline_s: float = math.inf
+) -> NDArray[np.int32]:
     """Builds plans; the first two are the likeliest of either order, the others are drawn.
 
     Args:
@@ -232,7 +234,7 @@ def built(policy: Policy, instance: Instance, count: int, *, seed: int = 0, dead
 
 
 def _gumbel(times: int, shape: tuple[int, ...], random: torch.Generator) -> Tensor:
-    """Noise [times, plans, devices] whose largest sum with logits is a draw; none for the first two plans."""
+    """Draws noise [times, plans, devices] whose largest sum with logits is a draw; none for the first two plans."""
     noise = -torch.log(-torch.log(torch.rand(times, *shape, generator=random).clamp(1e-7, 1 - 1e-7)))
     noise[:, :2] = 0.0
     return noise

@@ -25,7 +25,7 @@ from rlplace.agents.policies import Policy
 from rlplace.agents.search import GuidedSearch
 from rlplace.budget import Budget
 from rlplace.envs.base import PLACEMENT, REFINEMENT, greedy_fit
-from rlplace.envs.instance import Instance, make_instance
+from rlplace.envs.instance import PlacementInstance, make_instance
 from rlplace.errors import InfeasibleError, InputError, show, whole_number
 from rlplace.placement import get_planner
 from rlplace.placement.common.evaluate import PlanEvaluator, Score
@@ -135,7 +135,7 @@ class Agent:
         return make_plan(problem, devices, planner="agent", seed=seed, predicted=predicted, priority=priority)
 
     def _best_built(
-        self, instance: Instance, devices: NDArray[np.int32], score: Score, calls: int | None, seed: int, left_s: float
+        self, instance: PlacementInstance, devices: NDArray[np.int32], score: Score, calls: int | None, seed: int, left_s: float
     ) -> tuple[NDArray[np.int32], int]:
         """Returns the best of the plan that is known and of some that the builder makes, and the simulations that took."""
         most = int(_BUILT_CALLS * calls) if calls is not None else _BUILT * (1 + _MENDING)
@@ -166,7 +166,7 @@ def _simulation_s(problem: Problem) -> float:
 def _start(
     problem: Problem, start: Start, seed: int, time_limit_s: float | None
 ) -> tuple[NDArray[np.int32] | None, Score, Any, InfeasibleError | None]:
-    """Plan to start from, its score (inf unless it is feasible) and priority, and why no feasible plan is known."""
+    """Returns the plan to start from, its score (inf unless it is feasible) and priority, and why no feasible plan is known."""
     unknown = Score(math.inf, 0.0)
     if start is None:
         try:

@@ -24,8 +24,8 @@ from rlplace.envs.guide.analysis import analyse
 from rlplace.envs.guide.draw import draw_moves
 from rlplace.envs.guide.features import COLUMN, move_features
 from rlplace.envs.guide.guide import Guide
-from rlplace.envs.guide.records import Moves
-from rlplace.envs.instance import Instance
+from rlplace.envs.guide.records import MoveSet
+from rlplace.envs.instance import PlacementInstance
 from rlplace.placement.common import evaluate as objective
 from rlplace.placement.common import movekernels
 from rlplace.placement.common.evaluate import Score, descent_s, objective_s
@@ -72,7 +72,7 @@ class SearchState(NamedTuple):
     random: Any  # uint64 [1], state of the random numbers
     keys: Any  # uint64 [G, D], random, one for each group on each device: a plan is hashed by their XOR
     seen: Any  # uint64 [2^n], hashes of tried plans
-    moves: Any  # `Moves` as a plain tuple
+    moves: Any  # `MoveSet` as a plain tuple
     table: Any  # float32 [K, F], features of the moves
     logits: Any  # float32 [K], scores of the moves
 
@@ -179,7 +179,7 @@ def _compile(stamp):
         """
         _ = stamp
         s = SearchState(*search)
-        t, m = Tables(*s.tables), Moves(*s.moves)
+        t, m = Tables(*s.tables), MoveSet(*s.moves)
         plan, trial, score, counts, random, keys, logits = s.plan, s.trial, s.score, s.counts, s.random, s.keys, s.logits
         own_groups, own_targets = _room(plan)
         key = np.uint64(0)
@@ -262,7 +262,7 @@ class GuidedSearch:
         calls: Simulator calls so far.
     """
 
-    def __init__(self, instance: Instance, policy: Policy, start: NDArray[np.int32], *, seed: int) -> None:
+    def __init__(self, instance: PlacementInstance, policy: Policy, start: NDArray[np.int32], *, seed: int) -> None:
         """Prepares; nothing is simulated yet.
 
         Args:

@@ -26,7 +26,7 @@ from rlplace.agents.graph_network import GraphNetwork, built
 from rlplace.agents.policies import Policy
 from rlplace.agents.problems import validation_cases
 from rlplace.agents.problems.training import training_case
-from rlplace.envs import Instance, PlacementEnv, make_instance
+from rlplace.envs import PlacementEnv, PlacementInstance, make_instance
 from rlplace.envs.construction import CONSTRUCTION_FEATURES
 
 ROWS = Path(__file__).with_suffix(".rows.jsonl.gz")
@@ -40,7 +40,7 @@ SETS = {"validation": "unseen families", "held out": "known families", "large": 
 COLUMNS = ("likeliest plan of either order", "best of 16", "best of 16 and `best`")
 
 
-def instances() -> Iterator[tuple[str, str, Instance]]:
+def instances() -> Iterator[tuple[str, str, PlacementInstance]]:
     """Yields set, name and instance of every case that has a floor and two devices."""
     for case in validation_cases():
         yield "validation", case.name, make_instance(case.problem)

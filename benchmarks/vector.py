@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from benchmarks.harness import arguments, markdown, one_thread
 from rlplace.agents.policy import PlacerVecEnv
-from rlplace.envs import Instance, PlacementEnv, RefinementEnv, make_instance
+from rlplace.envs import PlacementEnv, PlacementInstance, RefinementEnv, make_instance
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate_many
 
@@ -28,7 +28,7 @@ KINDS = {
 }
 
 
-def problems(ops: int) -> list[Instance]:
+def problems(ops: int) -> list[PlacementInstance]:
     """Makes eight problems of about as many ops: branchy and chain-like, two to eight devices."""
     rows = [(shape, devices) for shape in ("layered", "towers") for devices in (2, 4, 4, 8)]
     return [
@@ -69,7 +69,7 @@ def wrapped_rate(envs: gym.vector.VectorEnv, first: int, seconds: float) -> floa
     return done / (time.perf_counter() - begin)
 
 
-def bare_rate(bank: list[Instance], seconds: float) -> float:
+def bare_rate(bank: list[PlacementInstance], seconds: float) -> float:
     """Counts simulations a second."""
     rng, calls = np.random.default_rng(0), 0
     plans = [rng.integers(0, one.problem.num_devices, (256, one.problem.num_groups)) for one in bank]

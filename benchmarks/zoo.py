@@ -32,7 +32,7 @@ from benchmarks.harness import ROOT, Row, arguments, geometric, markdown, read_r
 from benchmarks.lns import lns
 from rlplace.agents.checkpoint import versions
 from rlplace.agents.policy import PlacerPolicy, PlacerVecEnv, UnmaskedPlacerPolicy
-from rlplace.envs import Instance, PlacementEnv, RefinementEnv, make_instance
+from rlplace.envs import PlacementEnv, PlacementInstance, RefinementEnv, make_instance
 from rlplace.envs.toy import UNSEEN, toy_instances
 from rlplace.errors import InfeasibleError
 from rlplace.placement import get_planner
@@ -51,7 +51,7 @@ LOOKS = 8  # points of a curve
 
 
 @cache
-def problems(env: str, split: str) -> tuple[Instance, ...]:
+def problems(env: str, split: str) -> tuple[PlacementInstance, ...]:
     """Problems to train on, or those that nothing is trained on."""
     if env == "Toy":
         return toy_instances(*((0, 256) if split == "train" else (UNSEEN, 64)))

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from rlplace.envs.backends import Backend, Evaluation, MeasuredBackend, SimulatedBackend
-from rlplace.envs.instance import Instance, make_instance
+from rlplace.envs.instance import PlacementInstance, make_instance
 from rlplace.envs.observation import EDGE_FEATURES, NODE_FEATURES
 from rlplace.envs.placement import PlacementEnv
 from rlplace.envs.refinement import RefinementEnv
@@ -18,7 +18,7 @@ __all__ = [
     "Backend",
     "ClusterEnv",
     "Evaluation",
-    "Instance",
+    "PlacementInstance",
     "MeasuredBackend",
     "PlacementEnv",
     "RefinementEnv",

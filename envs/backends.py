@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.envs.instance import Instance
+from rlplace.envs.instance import PlacementInstance
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.simulator import Simulator
 from rlplace.simulator.records import TRANSFERS
@@ -42,7 +42,7 @@ class Backend(Protocol):
 
     calls: int
 
-    def evaluate(self, instance: Instance, device_of_group: NDArray[np.int32]) -> Evaluation:
+    def evaluate(self, instance: PlacementInstance, device_of_group: NDArray[np.int32]) -> Evaluation:
         """Returns step time and memory overflow of one plan; counts one call."""
         ...
 
@@ -59,21 +59,21 @@ class SimulatedBackend:
         self.calls = 0
         self.simulator = lru_cache(KEPT)(lambda of: Simulator(of.problem))
 
-    def evaluate(self, instance: Instance, device_of_group: NDArray[np.int32]) -> Evaluation:
+    def evaluate(self, instance: PlacementInstance, device_of_group: NDArray[np.int32]) -> Evaluation:
         """Simulates one plan."""
         self.calls += 1
         step_time, overflow = self.simulator(instance).evaluate(device_of_group)
         return Evaluation(float(step_time), float(overflow))
 
 
-class Parts:
-    """What the devices do in a step of an instance's plans."""
+class StepParts:
+    """Seconds and bytes of the devices in a step of an instance's plans."""
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: PlacementInstance) -> None:
         self._simulator = Simulator(instance.problem, timeline=True)
 
     def __call__(self, device_of_group: NDArray[np.int32]) -> dict[str, NDArray[Any]]:
-        """By device [D]: seconds of work, of transfers that leave, and without work; peak bytes.
+        """Returns by device [D] seconds of work, of transfers that leave, and without work; peak bytes.
 
         Args:
             device_of_group: int32 [G].
@@ -109,7 +109,7 @@ class MeasuredBackend(SimulatedBackend):
         self._measure = measure
         self._known: dict[tuple[str, bytes], float] = {}
 
-    def evaluate(self, instance: Instance, device_of_group: NDArray[np.int32]) -> Evaluation:
+    def evaluate(self, instance: PlacementInstance, device_of_group: NDArray[np.int32]) -> Evaluation:
         """Measures one plan, unless the simulator says that it does not fit."""
         simulated = super().evaluate(instance, device_of_group)
         if not simulated.feasible:
@@ -120,8 +120,8 @@ class MeasuredBackend(SimulatedBackend):
         seconds = self._known[key]
         return Evaluation(simulated.step_time_s, 1.0) if seconds == math.inf else Evaluation(seconds, 0.0)
 
-    def _seconds(self, instance: Instance, device_of_group: NDArray[np.int32]) -> float:
-        """Measured step time; inf when the plan failed."""
+    def _seconds(self, instance: PlacementInstance, device_of_group: NDArray[np.int32]) -> float:
+        """Measures the step time; inf when the plan failed."""
         try:
             return float(self._measure(make_plan(instance.problem, device_of_group, planner="measured")))
         except (MemoryError, RuntimeError) as error:

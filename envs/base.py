@@ -11,9 +11,9 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from rlplace.envs.backends import KEPT, Backend, Evaluation, Parts, SimulatedBackend
+from rlplace.envs.backends import KEPT, Backend, Evaluation, SimulatedBackend, StepParts
 from rlplace.envs.guide.features import CLIP
-from rlplace.envs.instance import Instance, make_instance
+from rlplace.envs.instance import PlacementInstance, make_instance
 from rlplace.envs.observation import NUM_CONTEXT, full_graph, load_and_pinned, memory_pressure, observation_space
 from rlplace.errors import InputError, show
 from rlplace.problem import Problem
@@ -32,7 +32,7 @@ _ONE = np.zeros(1, dtype=np.int64)
 """The one environment of a single one's batch."""
 
 
-def render_ansi(instance: Instance, device_of_group: NDArray[np.int32]) -> str:
+def render_ansi(instance: PlacementInstance, device_of_group: NDArray[np.int32]) -> str:
     """Returns one line per device: groups, work, provable memory, and a bar of the work."""
     load, pinned = load_and_pinned(instance, device_of_group)
     largest = max(float(load.max()), 1e-30)
@@ -46,7 +46,7 @@ def render_ansi(instance: Instance, device_of_group: NDArray[np.int32]) -> str:
     return "\n".join([*lines, f"{left} groups not placed"])
 
 
-def render_rgb(instance: Instance, device_of_group: NDArray[np.int32]) -> NDArray[np.uint8]:
+def render_rgb(instance: PlacementInstance, device_of_group: NDArray[np.int32]) -> NDArray[np.uint8]:
     """Returns uint8 [height, 640, 3], one row per device with a coloured box per op; white while groups are missing."""
     from rlplace.explanation.report.lanes import empty_image, lanes_of, paint
 
@@ -109,7 +109,7 @@ class PlacerEnv(NumberedEnv):
 
     def __init__(
         self,
-        problems: Sequence[Problem | Instance] | None,
+        problems: Sequence[Problem | PlacementInstance] | None,
         *,
         backend: Backend | None = None,
         max_devices: int | None = None,
@@ -124,7 +124,7 @@ class PlacerEnv(NumberedEnv):
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise InputError(f"render_mode must be one of {self.metadata['render_modes']}, found {render_mode!r}")
         chosen = _problem_list(problems) if problems is not None else default_instances()
-        self.instances = [item if isinstance(item, Instance) else make_instance(item) for item in chosen]
+        self.instances = [item if isinstance(item, PlacementInstance) else make_instance(item) for item in chosen]
         self.num_problems = len(self.instances)
         largest = max(instance.problem.num_groups for instance in self.instances)
         widest = max(instance.problem.num_devices for instance in self.instances)
@@ -139,7 +139,7 @@ class PlacerEnv(NumberedEnv):
         self.render_mode = render_mode
         self.full = [full_graph(instance, self.max_groups) for instance in self.instances] if observation == "full" else None
         self.simulates = type(self.backend) is SimulatedBackend
-        self.parts_of = lru_cache(KEPT)(Parts)
+        self.parts_of = lru_cache(KEPT)(StepParts)
         self._index = 0
         self._done = True
 
@@ -149,7 +149,7 @@ class PlacerEnv(NumberedEnv):
         self.action_space = spaces.Discrete(candidates)  # type: ignore[assignment]
 
     @property
-    def instance(self) -> Instance:
+    def instance(self) -> PlacementInstance:
         """The instance of the current episode."""
         return self.instances[self._index]
 
@@ -237,7 +237,7 @@ class PlacerEnv(NumberedEnv):
 
 
 def check_moves(start: str, starts: Sequence[str], moves: int, max_moves: int) -> None:
-    """Raises InputError where `start` is none of these, or moves are no such numbers."""
+    """Raises InputError where `start` is not in `starts`, or moves are not in their range."""
     if start not in starts:
         raise InputError(f"start must be one of {', '.join(starts)}, found {start!r}")
     if not (isinstance(moves, int) and isinstance(max_moves, int) and moves >= 2 and max_moves >= 1):
@@ -247,25 +247,25 @@ def check_moves(start: str, starts: Sequence[str], moves: int, max_moves: int) -
         )
 
 
-def _problem_list(problems: Any) -> list[Problem | Instance]:
-    if isinstance(problems, (Problem, Instance)):
+def _problem_list(problems: Any) -> list[Problem | PlacementInstance]:
+    if isinstance(problems, (Problem, PlacementInstance)):
         return [problems]
     chosen = list(problems) if isinstance(problems, Iterable) else [problems]
     if not chosen:
         raise InputError("an environment needs at least one problem")
     for item in chosen:
-        if not isinstance(item, (Problem, Instance)):
+        if not isinstance(item, (Problem, PlacementInstance)):
             raise InputError(f"problems: expected rlplace problems, found {type(item).__name__}; Problem.load reads a file")
     return chosen
 
 
-def static_context(instance: Instance) -> list[float]:
+def static_context(instance: PlacementInstance) -> list[float]:
     """Returns the first entries of `context`: devices, groups and memory pressure."""
     problem = instance.problem
     return [problem.num_devices / 8.0, float(np.log2(problem.num_groups + 1.0)) / 8.0, memory_pressure(instance)]
 
 
-def context_vector(instance: Instance, changing: Sequence[float]) -> NDArray[np.float32]:
+def context_vector(instance: PlacementInstance, changing: Sequence[float]) -> NDArray[np.float32]:
     """Returns the `context` of an observation: devices, groups and memory pressure, then what the environment adds, then zeros.
 
     Args:
@@ -279,14 +279,14 @@ def context_vector(instance: Instance, changing: Sequence[float]) -> NDArray[np.
 
 
 @cache
-def default_instances() -> tuple[Instance, ...]:
-    """Three small random problems, so that ``gymnasium.make`` works without arguments."""
+def default_instances() -> tuple[PlacementInstance, ...]:
+    """Returns three small random problems, so that ``gymnasium.make`` works without arguments."""
     from rlplace.problem.generate import random_problem
 
     return tuple(make_instance(random_problem(seed, num_groups=12 + 4 * seed, num_devices=3)) for seed in range(3))
 
 
-def greedy_fit(instance: Instance) -> NDArray[np.int32]:
+def greedy_fit(instance: PlacementInstance) -> NDArray[np.int32]:
     """Returns a plan made for memory alone: largest groups first, each to the allowed device with the lowest filling
     after it.
     """

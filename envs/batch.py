@@ -106,7 +106,7 @@ class PlacementBatch(Batch):
     rules: PlacementEnv
 
     def __init__(self, rules: PlacementEnv, count: int, threads: int = 1) -> None:
-        """See `Batch`."""
+        """Allocates the state of `count` environments, stepped by `threads` threads."""
         super().__init__(rules, count, threads)
         self._bank = tuple(c.construction_bank(rules.instances))
         self.state = c.construction_state(count, rules.max_groups, rules.max_devices)
@@ -117,12 +117,12 @@ class PlacementBatch(Batch):
         self._spread(lambda part, _: c.construct(self._bank, state, part, actions, begin), rows)
 
     def begin(self, rows: Rows, random: Starts, options: Mapping[str, Any]) -> None:
-        """See `Batch`."""
+        """Begins episodes, see `Batch.begin`."""
         self.state.instance[rows] = self.index[rows]
         self._run(rows, self.state.instance, True)
 
     def advance(self, rows: Rows, actions: NDArray[np.int64], rewards: NDArray[np.float64]) -> dict[int, Infos]:
-        """See `Batch`."""
+        """Steps environments, see `Batch.advance`."""
         state = self.state
         self._run(rows, actions, False)
         closing: dict[int, Infos] = {}
@@ -138,7 +138,7 @@ class PlacementBatch(Batch):
         return closing
 
     def observe(self) -> Observation:
-        """See `Batch`."""
+        """Returns observations, see `Batch.observe`."""
         state = self.state
         return self._observed(candidates=state.table, candidate_group=state.group, context=state.context)
 
@@ -149,7 +149,7 @@ class RefinementBatch(Batch):
     rules: RefinementEnv
 
     def __init__(self, rules: RefinementEnv, count: int, threads: int = 1) -> None:
-        """See `Batch`."""
+        """Allocates the state of `count` environments, stepped by `threads` threads."""
         super().__init__(rules, count, threads)
         self._bank = tuple(r.refinement_bank(rules.instances))
         self._scratch = [tuple(r.scratch_for(rules.instances, rules.moves)) for _ in range(threads)]
@@ -173,7 +173,7 @@ class RefinementBatch(Batch):
         return plan
 
     def begin(self, rows: Rows, random: Starts, options: Mapping[str, Any]) -> None:
-        """See `Batch`."""
+        """Begins episodes, see `Batch.begin`."""
         state, rules = self.state, self.rules
         for e in rows.tolist():
             instance = rules.instances[self.index[e]]
@@ -194,7 +194,7 @@ class RefinementBatch(Batch):
         self._run(rows, self._still, r.BEGIN)
 
     def advance(self, rows: Rows, actions: NDArray[np.int64], rewards: NDArray[np.float64]) -> dict[int, Infos]:
-        """See `Batch`."""
+        """Steps environments, see `Batch.advance`."""
         state, rules = self.state, self.rules
         before = state.best_s.copy(), state.best_overflow.copy()
         makes = rows[(actions[rows] > 0) & state.legal[rows, actions[rows]]]
@@ -217,7 +217,7 @@ class RefinementBatch(Batch):
         return closing
 
     def observe(self) -> Observation:
-        """See `Batch`."""
+        """Returns observations, see `Batch.observe`."""
         state = self.state
         return self._observed(candidates=state.table, candidate_group=state.first, context=state.context)
 

@@ -70,7 +70,7 @@ class Scenario:
 
     @staticmethod
     def replayed(question: SearchProblem, runs: Sequence[Run]) -> Scenario:
-        """What a log of real runs has measured: its strategies, those that ran and those that did not fit.
+        """Returns the scenario of a log of real runs: the strategies that ran and those that did not fit.
 
         Args:
             question: That of the runs.
@@ -174,7 +174,7 @@ def plan_graphs(pool: Pool, candidates: int, stages: int) -> dict[str, NDArray[A
 
 
 def observe(belief: Belief, runs: int, candidates: int) -> dict[str, NDArray[Any]]:
-    """What a policy sees of a belief.
+    """Returns the part of an observation that follows the belief.
 
     Args:
         belief: After all runs so far.
@@ -309,7 +309,7 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
         return LOST if not done else min(LOST, math.log(float(self.scenario.step_s[done].min()) / self.scenario.least_s))
 
     def _worth(self) -> float:
-        """What `reward` says of the quickest run."""
+        """Returns the `reward` of the quickest run."""
         done = [ran.candidate for ran in self.belief.observations if ran.step_s is not None]
         return max(-LOST, self._reward(float(self.scenario.step_s[done].min()), self.scenario.least_s)) if done else -LOST
 

@@ -19,7 +19,7 @@ from rlplace.envs import bank as banks
 from rlplace.envs.bank import bank_of, cutter
 from rlplace.envs.base import static_context
 from rlplace.envs.guide.features import CLIP
-from rlplace.envs.instance import Instance
+from rlplace.envs.instance import PlacementInstance
 from rlplace.envs.observation import NUM_CONTEXT, memory_pressure
 
 RUNNING, PLACED, STUCK, ILLEGAL = range(4)
@@ -56,7 +56,7 @@ COLUMN = ConstructionColumns(*range(NUM_CONSTRUCTION))
 
 
 class GroupTables(NamedTuple):
-    """Arrays of one instance, see `rlplace.envs.instance.Instance`."""
+    """Arrays of one instance, see `rlplace.envs.instance.PlacementInstance`."""
 
     order: Any  # int32 [G]
     allowed: Any  # bool [G, D]
@@ -114,7 +114,7 @@ class ConstructionState(NamedTuple):
     status: Any  # int8 [N], see RUNNING
 
 
-def construction_bank(instances: Sequence[Instance]) -> ConstructionBank:
+def construction_bank(instances: Sequence[PlacementInstance]) -> ConstructionBank:
     """Returns the constants of instances."""
     tables = [
         GroupTables(
@@ -135,7 +135,7 @@ def construction_bank(instances: Sequence[Instance]) -> ConstructionBank:
     )
 
 
-def _static(instance: Instance) -> list[float]:
+def _static(instance: PlacementInstance) -> list[float]:
     groups, devices = instance.allowed.shape
     memory = float(instance.limit_bytes.sum())
     tensors = float(instance.made_bytes.sum()) / memory if 0 < memory < math.inf else 0.0

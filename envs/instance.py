@@ -1,4 +1,4 @@
-"""An `Instance`: a problem with all that stays constant while it is solved.
+"""A `PlacementInstance`: a problem with all that stays constant while it is solved.
 
 Axes: D devices, G groups.
 
@@ -36,7 +36,7 @@ from rlplace.simulator import default_priority, simulate
 
 
 @dataclass(frozen=True, eq=False)
-class Instance:
+class PlacementInstance:
     """A problem, its classical floor, and static arrays for observations.
 
     Attributes:
@@ -82,7 +82,7 @@ def make_instance(
     *,
     floor: NDArray[np.int32] | None = None,
     compute_floor: bool = True,
-) -> Instance:
+) -> PlacementInstance:
     """Prepares a problem for the environments.
 
     Args:
@@ -105,7 +105,7 @@ def make_instance(
     through, start = _paths(problem)
     longest = max(float(through.max()), 1e-30)
     latency, seconds_per_byte = finite_links(problem)
-    return Instance(
+    return PlacementInstance(
         problem=problem,
         graph=graph,
         floor=None if floor is None else np.asarray(floor, dtype=np.int32),
@@ -126,7 +126,7 @@ def make_instance(
     )
 
 
-def side_by_side(instance: Instance) -> Instance:
+def side_by_side(instance: PlacementInstance) -> PlacementInstance:
     """Returns the same instance, whose groups construction places by falling upward rank, as `heft` does: branches side by
     side.
     """
@@ -189,7 +189,7 @@ def _pivots(problem: Problem) -> list[int]:
 
 
 SHORTEST_S = 1e-30
-"""Stands for a step time of 0, which has no logarithm."""
+"""Replaces a step time of 0, which has no logarithm."""
 
 UNFIT = 5.0
 """Score from which a plan does not fit; plans that fit and are 148 times slower than the reference count no worse."""
@@ -211,7 +211,7 @@ def score(step_time_s: float, relative_overflow: float, reference_step_time_s: f
 
 
 def log_ratio(step_time_s: float, reference_step_time_s: float) -> float:
-    """log(reference / step time): 0 at the best classical plan, positive when faster."""
+    """Returns log(reference / step time): 0 at the best classical plan, positive when faster."""
     return -score(step_time_s, 0.0, reference_step_time_s)
 
 

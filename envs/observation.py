@@ -14,7 +14,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from rlplace.envs.guide.features import CLIP
-from rlplace.envs.instance import Instance
+from rlplace.envs.instance import PlacementInstance
 
 NUM_CONTEXT = 8
 NODE_FEATURES = (
@@ -60,8 +60,10 @@ def observation_space(max_groups: int, candidates: int, features: int, full: boo
     return spaces.Dict(boxes)
 
 
-def load_and_pinned(instance: Instance, device_of_group: NDArray[np.int32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Work in seconds and provable bytes of the placed groups on each device, both float64 [D]."""
+def load_and_pinned(
+    instance: PlacementInstance, device_of_group: NDArray[np.int32]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Returns work in seconds and provable bytes of the placed groups on each device, both float64 [D]."""
     devices = instance.problem.num_devices
     placed = np.flatnonzero(device_of_group >= 0)
     where = device_of_group[placed]
@@ -70,13 +72,13 @@ def load_and_pinned(instance: Instance, device_of_group: NDArray[np.int32]) -> t
     return load, pinned
 
 
-def memory_pressure(instance: Instance) -> float:
-    """Provable bytes of all groups over the memory of all devices; 0 when some device has no limit."""
+def memory_pressure(instance: PlacementInstance) -> float:
+    """Returns the provable bytes of all groups over the memory of all devices; 0 when some device has no limit."""
     capacity = float(instance.limit_bytes.sum())
     return float(instance.pinned_bytes.sum()) / capacity if np.isfinite(capacity) and capacity > 0 else 0.0
 
 
-def node_features(instance: Instance) -> NDArray[np.float32]:
+def node_features(instance: PlacementInstance) -> NDArray[np.float32]:
     """Returns float32 [G, `NUM_NODE_FEATURES`], static facts of every group, free of units."""
     problem = instance.problem
     scale = max(float(instance.graph.mean_time_s.sum()), 1e-30)
@@ -102,7 +104,7 @@ def node_features(instance: Instance) -> NDArray[np.float32]:
     return np.clip(np.stack(columns, axis=1), -CLIP, CLIP).astype(np.float32)
 
 
-def edge_features(instance: Instance) -> NDArray[np.float32]:
+def edge_features(instance: PlacementInstance) -> NDArray[np.float32]:
     """Returns float32 [E, 2], transfer time over a mean link: over the ideal step time, and over the producer's own time."""
     seconds = instance.graph.edge_bytes * _mean_seconds_per_byte(instance)
     own = np.maximum(instance.graph.mean_time_s[instance.graph.source], 1e-12)
@@ -111,7 +113,7 @@ def edge_features(instance: Instance) -> NDArray[np.float32]:
 
 
 class GraphArrays(NamedTuple):
-    """What a graph network reads of an instance.
+    """The arrays of an instance that a graph network reads.
 
     Attributes:
         nodes: float32 [G, `NUM_NODE_FEATURES`].
@@ -125,15 +127,15 @@ class GraphArrays(NamedTuple):
     values: Any
 
 
-def graph_arrays(instance: Instance) -> GraphArrays:
+def graph_arrays(instance: PlacementInstance) -> GraphArrays:
     """Returns the arrays of an instance."""
     graph = instance.graph
     source, target = graph.source.astype(np.int64), graph.target.astype(np.int64)
     return GraphArrays(node_features(instance), source, target, edge_features(instance))
 
 
-def full_graph(instance: Instance, max_groups: int) -> dict[str, NDArray[Any]]:
-    """Padded and flattened graph arrays for ``observation="full"``; padding is 0 for features and -1 for edges."""
+def full_graph(instance: PlacementInstance, max_groups: int) -> dict[str, NDArray[Any]]:
+    """Returns padded and flattened graph arrays for ``observation="full"``; padding is 0 for features and -1 for edges."""
     nodes = np.zeros((max_groups, NUM_NODE_FEATURES), dtype=np.float32)
     nodes[: instance.problem.num_groups] = node_features(instance)
     edges = np.full((8 * max_groups, 2), -1, dtype=np.int32)
@@ -144,7 +146,7 @@ def full_graph(instance: Instance, max_groups: int) -> dict[str, NDArray[Any]]:
     return {"nodes": nodes.ravel(), "edges": edges.ravel(), "edge_features": values.ravel()}
 
 
-def _mean_seconds_per_byte(instance: Instance) -> float:
+def _mean_seconds_per_byte(instance: PlacementInstance) -> float:
     off = ~np.eye(instance.problem.num_devices, dtype=bool)
     rates = instance.seconds_per_byte[off]
     rates = rates[np.isfinite(rates)]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rlplace.envs.backends import SimulatedBackend
 from rlplace.envs.base import Common, PlacerEnv, greedy_fit
 from rlplace.envs.construction import CONSTRUCTION_FEATURES, NUM_CONSTRUCTION
-from rlplace.envs.instance import FinalReward, Instance, infeasible_reward, log_ratio
+from rlplace.envs.instance import FinalReward, PlacementInstance, infeasible_reward, log_ratio
 from rlplace.placement.common.repair import repair
 from rlplace.problem import Problem
 
@@ -70,7 +70,7 @@ class PlacementEnv(PlacerEnv):
 
     def __init__(
         self,
-        problems: Sequence[Problem | Instance] | None = None,
+        problems: Sequence[Problem | PlacementInstance] | None = None,
         *,
         reward: FinalReward = log_ratio,
         **common: Unpack[Common],

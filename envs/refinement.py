@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rlplace.envs.base import Common, PlacerEnv, check_moves, greedy_fit
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
-from rlplace.envs.instance import FinalReward, Instance, infeasible_reward, log_ratio, score
+from rlplace.envs.instance import FinalReward, PlacementInstance, infeasible_reward, log_ratio, score
 from rlplace.errors import InputError
 from rlplace.problem import Problem
 from rlplace.simulator.records import check_devices
@@ -75,7 +75,7 @@ class RefinementEnv(PlacerEnv):
 
     def __init__(
         self,
-        problems: Sequence[Problem | Instance] | None = None,
+        problems: Sequence[Problem | PlacementInstance] | None = None,
         *,
         moves: int = 32,
         max_moves: int = 24,
@@ -121,7 +121,9 @@ class RefinementEnv(PlacerEnv):
             gains[action] = score_now - score(found.step_time_s, found.relative_overflow, self.instance.reference_step_time_s)
         return gains
 
-    def starting_plan(self, instance: Instance, random: np.random.Generator, devices: Any) -> tuple[NDArray[np.int32], int]:
+    def starting_plan(
+        self, instance: PlacementInstance, random: np.random.Generator, devices: Any
+    ) -> tuple[NDArray[np.int32], int]:
         """Returns a plan to start from, and how many random moves of it are made first.
 
         Args:
@@ -145,8 +147,8 @@ class RefinementEnv(PlacerEnv):
         moves = int(random.integers(1, 9)) if self._start == "mixed" and random.random() < 0.5 else 0
         return instance.floor.copy(), moves
 
-    def gain(self, instance: Instance, was: tuple[float, float], now: tuple[float, float]) -> float:
-        """What `reward` says of the step from one best plan to the next, each as step time and overflow."""
+    def gain(self, instance: PlacementInstance, was: tuple[float, float], now: tuple[float, float]) -> float:
+        """Returns the difference of `reward` for the step from one best plan to the next, each as step time and overflow."""
         before, after = (
             self._reward(step_s, instance.reference_step_time_s)
             if overflow == 0.0 and step_s < np.inf

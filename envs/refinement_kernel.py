@@ -24,7 +24,7 @@ from rlplace.envs.guide.features import CLIP, COLUMN, NUM_FEATURES, move_feature
 from rlplace.envs.guide.guide import ROOM
 from rlplace.envs.guide.records import BUSIEST, WORK, AnalysisTables, View, analysis_tables, make_view
 from rlplace.envs.guide.records import STEP as STEP_S
-from rlplace.envs.instance import SHORTEST_S, UNFIT, Instance
+from rlplace.envs.instance import SHORTEST_S, UNFIT, PlacementInstance
 from rlplace.envs.observation import NUM_CONTEXT
 from rlplace.placement.common import evaluate as objective
 from rlplace.placement.common import movekernels
@@ -40,14 +40,14 @@ STEP, BEGIN, LOOK = range(3)
 """Modes of `refine`."""
 
 
-class Ranks(NamedTuple):
+class DefaultRanks(NamedTuple):
     """The default order of tasks."""
 
     ranks: Any  # uint32 [2, K], rank of every task and task of every rank
 
 
 _graph_of = cutter(r.Graph, time_s=2, table_s=3)
-_ranks_of = cutter(Ranks, ranks=2)
+_ranks_of = cutter(DefaultRanks, ranks=2)
 _tables_of = cutter(AnalysisTables, group_s=2, latency=2, inverse=2)
 _work_of = cutter(r.Work, ready=2, time_s=2)
 _view_of = cutter(View, saved=2, idle=2, clash=3, crowd=2, shared=2, free_bins=2, critical_bins=3)
@@ -62,7 +62,7 @@ class RefinementBank(NamedTuple):
     reference_s: Any  # float64 [I]
     graph: Any  # bank of `Graph`
     graph_layout: Any
-    ranks: Any  # bank of `Ranks`
+    ranks: Any  # bank of `DefaultRanks`
     ranks_layout: Any
     tables: Any  # bank of `AnalysisTables`
     tables_layout: Any
@@ -110,7 +110,7 @@ class RefinementState(NamedTuple):
     measured: Any  # float64 [N, 2], step time and overflow of the plan by another backend than the simulator; NaN: simulated
 
 
-class Parts(NamedTuple):
+class InstanceParts(NamedTuple):
     """One instance, cut out of the bank and of a thread's buffers: the records as plain tuples."""
 
     graph: Any
@@ -120,7 +120,7 @@ class Parts(NamedTuple):
     analysis: Any
 
 
-def refinement_bank(instances: Sequence[Instance]) -> RefinementBank:
+def refinement_bank(instances: Sequence[PlacementInstance]) -> RefinementBank:
     """Returns the constants of instances."""
     lowered = [lower(instance.problem) for instance in instances]
     return RefinementBank(
@@ -129,12 +129,12 @@ def refinement_bank(instances: Sequence[Instance]) -> RefinementBank:
         np.array([instance.ideal_s for instance in instances]),
         np.array([instance.reference_step_time_s for instance in instances]),
         *bank_of([one.graph for one in lowered]),
-        *bank_of([Ranks(one.ranks) for one in lowered]),
+        *bank_of([DefaultRanks(one.ranks) for one in lowered]),
         *bank_of([analysis_tables(instance) for instance in instances]),
     )
 
 
-def scratch_for(instances: Sequence[Instance], moves: int) -> Scratch:
+def scratch_for(instances: Sequence[PlacementInstance], moves: int) -> Scratch:
     """Returns the buffers of a thread."""
     groups, devices = np.max([instance.allowed.shape for instance in instances], axis=0)
     return Scratch(
@@ -321,7 +321,7 @@ def _compile(stamp):
                 t.trial[:groups] = s.plan[e, :groups]
                 for m in range(s.ptr[e, choice - 1], s.ptr[e, choice]):
                     s.plan[e, s.groups[e, m]] = s.targets[e, m]
-            parts = Parts(
+            parts = InstanceParts(
                 _graph_of(b.graph, b.graph_layout, i),
                 _ranks_of(b.ranks, b.ranks_layout, i),
                 _work_of(t.work, t.work_layout, i),

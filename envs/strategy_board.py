@@ -88,7 +88,7 @@ class Board:
         raise InfeasibleError(f"{self._calls} calls found only unlike pipelines that fit; raise calls of Strategy-v0")
 
     def first(self, start: str, rng: Generator) -> Tried:
-        """Where an episode starts, by one of `STARTS`; the floor where no uniform strategy fits."""
+        """Returns the start of an episode, by one of `STARTS`; the floor where no uniform strategy fits."""
         if start == "random":
             drawn = (self._uniform[number] for number in rng.permutation(len(self._uniform)))
             return next(
@@ -97,7 +97,7 @@ class Board:
         return (self._answer.uniform if start == "uniform" else None) or self.floor
 
     def given(self, strategy: Strategy) -> Tried:
-        """Returns a strategy to start from; InputError where it is none of the question, cannot run or does not fit."""
+        """Returns a strategy to start from; raises InputError where it is of another question, cannot run or does not fit."""
         names, batch, why = tuple(self.question.costs.names), self.question.batch, "this one has others"
         if strategy.batch == batch and tuple(name for stage in strategy.stages for name in stage.blocks) == names:
             tried = self._tries.score(draft_of_strategy(strategy, names))
@@ -107,7 +107,7 @@ class Board:
         raise InputError(f"options['strategy'] must be a pipeline of the question's blocks, a batch of {batch}, and fit: {why}")
 
     def moves(self, draft: Draft, room: int, rng: Generator) -> list[tuple[str, Draft, Tried | None]]:
-        """At most `room` moves of the local search, kinds taking turns, those of a kind drawn: kind, draft, what `fits`."""
+        """Returns at most `room` moves of the local search, kinds taking turns, drawn within each: kind, draft, its `fits`."""
         found: dict[Draft, str] = {draft: ""}
         rows = (_shuffled(kind, parts, rng) for kind, parts in self._parts(draft).items())
         for kind, other in (one for turn in zip_longest(*rows) for one in turn if one is not None):
@@ -132,7 +132,7 @@ class Board:
         return {"stages": table.clip(-CLIP, CLIP).ravel(), "place": place}
 
     def devices(self, draft: Draft, room: int) -> dict[str, NDArray[Any]]:
-        """By device [D]: float64 seconds of work, of communication that is waited for and of neither, and int64 peak bytes."""
+        """Returns by device [D] float64 seconds of work, of exposed communication and of neither, and int64 peak bytes."""
         said, parts = self._said(draft)
         peaks, found = np.zeros(room, dtype=np.int64), {name: np.zeros(room) for name in _BY_DEVICE}
         peaks[: len(said.peak_memory_bytes)] = said.peak_memory_bytes

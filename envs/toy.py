@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.envs.instance import Instance, make_instance
+from rlplace.envs.instance import PlacementInstance, make_instance
 from rlplace.envs.placement import PlacementEnv
 from rlplace.envs.vector import PlacementVectorEnv
 from rlplace.problem import Problem
@@ -29,7 +29,7 @@ _BLOCK = 1 << 14
 
 
 def toy_problem(number: int) -> Problem:
-    """Problem `number` of the family: 6 to 8 groups, 2 or 3 devices that differ in speed, dear transfers, memory that binds."""
+    """Returns a problem of 6 to 8 groups on 2 or 3 devices of unlike speed, with slow transfers and memory that binds."""
     rng = np.random.default_rng([number, 5])
     devices = int(rng.integers(2, 4))
     return random_problem(
@@ -58,14 +58,14 @@ def optimum(problem: Problem) -> tuple[NDArray[np.int32], float]:
 
 
 @lru_cache(4)
-def toy_instances(first: int = 0, count: int = COUNT) -> tuple[Instance, ...]:
+def toy_instances(first: int = 0, count: int = COUNT) -> tuple[PlacementInstance, ...]:
     """Returns the first `count` problems from number `first` on that have a plan; their floor and reference are the optimum.
 
     Args:
         first: Number of the first problem.
         count: How many.
     """
-    found: list[Instance] = []
+    found: list[PlacementInstance] = []
     while len(found) < count:
         problem = toy_problem(first)
         plan, step_s = optimum(problem)
@@ -82,5 +82,5 @@ def toy_vector(num_envs: int = 1, **options: Any) -> PlacementVectorEnv:
 
 
 def toy_env(**options: Any) -> PlacementEnv:
-    """``rlplace/Toy-v0``: `PlacementEnv` on `toy_instances`; the reward is 0 at the optimum and negative elsewhere."""
+    """Returns ``rlplace/Toy-v0``, `PlacementEnv` on `toy_instances`; the reward is 0 at the optimum and negative elsewhere."""
     return PlacementEnv(**{"problems": toy_instances(), **options})

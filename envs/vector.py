@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rlplace.envs.base import Observation, PlacerEnv
 from rlplace.envs.batch import Batch, Infos
-from rlplace.envs.instance import Instance
+from rlplace.envs.instance import PlacementInstance
 from rlplace.envs.placement import PlacementEnv
 from rlplace.envs.refinement import RefinementEnv
 from rlplace.errors import InputError, show
@@ -72,7 +72,7 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
         self.batch: Batch = single.batch_of(num_envs, threads)
 
     @property
-    def instances(self) -> Sequence[Instance]:
+    def instances(self) -> Sequence[PlacementInstance]:
         """The bank of instances."""
         return self.single.instances
 
@@ -162,7 +162,7 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
         self.batch.begin(rows, self.np_random, options)
 
     def _numbers(self, mask: NDArray[np.bool_]) -> Infos:
-        """What every info has: the number of the problem."""
+        """Returns the entries of every info: the number of the problem."""
         return {"problem": np.where(mask, self.batch.index, 0), "_problem": mask.copy()}
 
     def close_extras(self, **_: Any) -> None:

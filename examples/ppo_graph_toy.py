@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import rlplace
-from rlplace.envs import EDGE_FEATURES, NODE_FEATURES, Instance, PlacementEnv
+from rlplace.envs import EDGE_FEATURES, NODE_FEATURES, PlacementEnv, PlacementInstance
 from rlplace.envs.toy import UNSEEN, toy_instances
 from rlplace.placement import get_planner
 
@@ -110,7 +110,7 @@ class GraphPolicy(nn.Module):
         return torch.distributions.Categorical(logits=scores.masked_fill(~mask, -1e9)), value
 
 
-def environments(instances: tuple[Instance, ...], count: int) -> gym.vector.VectorEnv:
+def environments(instances: tuple[PlacementInstance, ...], count: int) -> gym.vector.VectorEnv:
     """Environments on these problems that are stepped together."""
     sizes = {"max_groups": GROUPS, "max_devices": DEVICES}
     return gym.make_vec(
@@ -145,7 +145,7 @@ def episodes(
     return steps, won
 
 
-def train(args: argparse.Namespace, instances: tuple[Instance, ...]) -> GraphPolicy:
+def train(args: argparse.Namespace, instances: tuple[PlacementInstance, ...]) -> GraphPolicy:
     """Proximal policy optimisation (Schulman et al. 2017), as CleanRL's ppo.py has it, on whole episodes."""
     envs = environments(instances, args.num_envs)
     policy, random = GraphPolicy(), np.random.default_rng(args.seed)
@@ -189,7 +189,7 @@ def train(args: argparse.Namespace, instances: tuple[Instance, ...]) -> GraphPol
     return policy
 
 
-def place(policy: GraphPolicy, instances: tuple[Instance, ...], tries: int = 1) -> np.ndarray:
+def place(policy: GraphPolicy, instances: tuple[PlacementInstance, ...], tries: int = 1) -> np.ndarray:
     """Step time over the optimum's on each problem, of the best of `tries` plans; inf where none fits.
 
     One try takes the likeliest devices, several are drawn.
@@ -201,7 +201,7 @@ def place(policy: GraphPolicy, instances: tuple[Instance, ...], tries: int = 1) 
     return np.where(best > UNFIT, np.exp(-best), np.inf)
 
 
-def heft(instance: Instance) -> float:
+def heft(instance: PlacementInstance) -> float:
     """The same of the list scheduler, which simulates three plans on two devices, six on three, and keeps the quickest."""
     try:
         plan = get_planner("heft")(instance.problem)

@@ -60,7 +60,7 @@ def is_unseen(num_devices: int, kinds: set[str], num_hosts: int) -> bool:
 
 
 def is_unseen_cluster(cluster: Cluster) -> bool:
-    """`is_unseen` of a cluster."""
+    """Returns `is_unseen` of a cluster."""
     return is_unseen(cluster.num_devices, {kind.name for kind in cluster.kinds}, len(set(cluster.hosts)))
 
 
@@ -170,7 +170,7 @@ FAMILY_SHARES = {
 
 
 def variant(families: tuple[str, ...], seed: int, slot: int) -> tuple[str, Recipe]:
-    """Family and recipe of a numbered variant; families take turns by their shares."""
+    """Returns family and recipe of a numbered variant; families take turns by their shares."""
     turns = [name for name in families for _ in range(FAMILY_SHARES[name])]
     family = turns[slot % len(turns)]
     return family, FAMILIES[family](np.random.default_rng([seed, slot, 1]))

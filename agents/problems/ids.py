@@ -16,7 +16,7 @@ from rlplace.agents.problems.cases import is_branchy, made_by, set_folder
 from rlplace.agents.problems.questions import strategy_questions
 from rlplace.agents.problems.splits import test_cases, train_cases, validation_cases
 from rlplace.envs.base import PlacerEnv
-from rlplace.envs.instance import Instance, make_instance
+from rlplace.envs.instance import PlacementInstance, make_instance
 from rlplace.envs.placement import PlacementEnv
 from rlplace.envs.refinement import RefinementEnv
 from rlplace.envs.strategy import StrategyEnv
@@ -37,7 +37,7 @@ FORMAT, VERSION = "rlplace.floors", 1
 
 
 @cache
-def instances_of(split: str) -> tuple[Instance, ...]:
+def instances_of(split: str) -> tuple[PlacementInstance, ...]:
     """Returns the instances of a split, with the plan of `best` as floor.
 
     Args:

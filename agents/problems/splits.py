@@ -142,7 +142,7 @@ def _made(name: str) -> list[ProblemCase]:
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitRecipe:
     """The tables from which a split is dealt.
 
     Attributes:
@@ -163,12 +163,12 @@ class Split:
 
 
 SPLITS = {
-    "validation": Split("validation", VALIDATION, VALIDATION_COUNTS, VALIDATION_CLUSTERS, _VALIDATION_SYNTHETIC, 20_000),
-    "test": Split("test", TEST, TEST_COUNTS, TEST_CLUSTERS, _TEST_SYNTHETIC, 20_001),
+    "validation": SplitRecipe("validation", VALIDATION, VALIDATION_COUNTS, VALIDATION_CLUSTERS, _VALIDATION_SYNTHETIC, 20_000),
+    "test": SplitRecipe("test", TEST, TEST_COUNTS, TEST_CLUSTERS, _TEST_SYNTHETIC, 20_001),
 }
 
 
-def build(split: Split, *, needs: tuple[str, ...] = ("",)) -> list[ProblemCase]:
+def build(split: SplitRecipe, *, needs: tuple[str, ...] = ("",)) -> list[ProblemCase]:
     """Returns the cases of a split, made anew; only those of families whose names start with one of `needs`."""
     rng = np.random.default_rng(split.seed)
     total = sum(split.counts.values())
@@ -198,7 +198,7 @@ def build(split: Split, *, needs: tuple[str, ...] = ("",)) -> list[ProblemCase]:
 
 
 def _deal(rng: np.random.Generator, items: tuple[Item, ...], count: int) -> list[Item]:
-    """`count` items, each equally often, shuffled."""
+    """Returns `count` items, each equally often, shuffled."""
     full = [items[i % len(items)] for i in range(count)]
     return [full[i] for i in rng.permutation(count).tolist()]
 

@@ -153,7 +153,7 @@ def training_case(
     graphs: int = GRAPHS,
     refresh: int = REFRESH,
 ) -> ProblemCase:
-    """Case `number` of the stream with this seed; the same in every process.
+    """Returns case `number` of the stream with this seed; the same in every process.
 
     Args:
         seed: Seed of the stream.

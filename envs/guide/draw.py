@@ -15,7 +15,7 @@ import numpy as np
 
 from rlplace.compiled import entry, inner, stamp_of
 from rlplace.envs.guide import records
-from rlplace.envs.guide.records import STEP, AnalysisTables, Moves, View
+from rlplace.envs.guide.records import STEP, AnalysisTables, MoveSet, View
 from rlplace.placement.common import movekernels
 from rlplace.placement.common.movekernels import draw_uniform
 
@@ -49,7 +49,7 @@ def _pick(cumulative, state):
 
 
 class _Drawing(NamedTuple):
-    """Arrays that the kinds of moves read and fill: fields of `AnalysisTables`, `View` and `Moves`, and others."""
+    """Arrays that the kinds of moves read and fill: fields of `AnalysisTables`, `View` and `MoveSet`, and others."""
 
     group_s: Any
     mean_s: Any
@@ -189,12 +189,12 @@ def _compile(stamp):
         """Fills up to K moves and returns their number; drawing ends early when the next move might not fit.
 
         Args:
-            facts, view, moves: `AnalysisTables`, `View` and `Moves` as plain tuples; the moves are filled.
+            facts, view, moves: `AnalysisTables`, `View` and `MoveSet` as plain tuples; the moves are filled.
             plan: int32 [G].
             state: uint64 [1], state of the random numbers.
         """
         _ = stamp
-        f, v, m = AnalysisTables(*facts), View(*view), Moves(*moves)
+        f, v, m = AnalysisTables(*facts), View(*view), MoveSet(*moves)
         # Fields of a tuple cost reference counts wherever they are read, so those that loops read are taken out once.
         ptr, kinds = m.ptr, m.kinds
         num_groups, devices = f.group_s.shape

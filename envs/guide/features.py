@@ -26,7 +26,7 @@ from rlplace.envs.guide.records import (
     TIGHT,
     WORK,
     AnalysisTables,
-    Moves,
+    MoveSet,
     View,
 )  # fmt: skip
 
@@ -106,14 +106,14 @@ def _compile(stamp):
         """Fills `out` float32 [K, F] for the first `count` moves.
 
         Args:
-            facts, view, moves: `AnalysisTables`, `View` and `Moves` as plain tuples.
+            facts, view, moves: `AnalysisTables`, `View` and `MoveSet` as plain tuples.
             plan: int32 [G], device of each group.
             count: Number of moves.
             trial: int32 [G], equal to the plan before and after; a buffer.
             out: float32 [>= count, NUM_FEATURES].
         """
         _ = stamp
-        f, v, m, c = AnalysisTables(*facts), View(*view), Moves(*moves), COLUMN
+        f, v, m, c = AnalysisTables(*facts), View(*view), MoveSet(*moves), COLUMN
         ptr, groups, targets, kinds = m.ptr, m.groups, m.targets, m.kinds
         devices = len(v.load)
         step = max(v.total[STEP], 1e-30)

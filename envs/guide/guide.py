@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from rlplace.envs.guide.analysis import analyse
 from rlplace.envs.guide.draw import draw_moves
 from rlplace.envs.guide.features import NUM_FEATURES, move_features
-from rlplace.envs.guide.records import Moves, SimulatedStep, analysis_tables, make_view
-from rlplace.envs.instance import Instance
+from rlplace.envs.guide.records import MoveSet, SimulatedStep, analysis_tables, make_view
+from rlplace.envs.instance import PlacementInstance
 from rlplace.simulator import Simulator
 from rlplace.simulator import records as r
 
@@ -29,7 +29,7 @@ class Guide:
         count: Number of these moves.
     """
 
-    def __init__(self, instance: Instance, moves: int, seed: int) -> None:
+    def __init__(self, instance: PlacementInstance, moves: int, seed: int) -> None:
         problem = instance.problem
         self.instance = instance
         self.simulator = Simulator(problem, timeline=True)
@@ -38,7 +38,7 @@ class Guide:
         self.arguments = tuple(self.facts), tuple(self.view)
         room = max(ROOM, 4 * problem.num_groups)
         groups, targets = np.zeros((2, room), dtype=np.int32)
-        self.moves = Moves(np.zeros(moves + 1, dtype=np.int64), groups, targets, np.zeros(moves, dtype=np.int8))
+        self.moves = MoveSet(np.zeros(moves + 1, dtype=np.int64), groups, targets, np.zeros(moves, dtype=np.int8))
         self.table = np.zeros((moves, NUM_FEATURES), dtype=np.float32)
         self.count = 0
         self.state = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)

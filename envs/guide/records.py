@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.envs.instance import Instance
+from rlplace.envs.instance import PlacementInstance
 from rlplace.placement.common.groupgraph import GroupGraph, finite_links
 from rlplace.placement.common.oparrays import op_arrays
 from rlplace.problem import Problem
@@ -114,7 +114,7 @@ class SimulatedStep(NamedTuple):
     overflow: Any  # relative memory overflow
 
 
-class Moves(NamedTuple):
+class MoveSet(NamedTuple):
     """Up to K moves: sets of groups with the device that each of them goes to."""
 
     ptr: Any  # int64 [K + 1], offsets into `groups` and `targets`
@@ -123,7 +123,7 @@ class Moves(NamedTuple):
     kinds: Any  # int8 [K], see `rlplace.envs.guide.draw`
 
 
-def analysis_tables(instance: Instance) -> AnalysisTables:
+def analysis_tables(instance: PlacementInstance) -> AnalysisTables:
     """Returns the arrays of an instance."""
     problem, graph = instance.problem, instance.graph
     produced = np.flatnonzero(problem.tensor_producer >= 0)

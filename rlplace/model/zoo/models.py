@@ -233,7 +233,7 @@ class SeparableUnit(nn.Sequential):
         super().__init__(depthwise, nn.Conv2d(width, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
 
 
-class Cell(nn.Module):
+class RandomCell(nn.Module):
     """A random acyclic cell: every node adds two operations on earlier nodes; unread nodes are concatenated."""
 
     def __init__(self, width: int, nodes: int, generator: random.Random) -> None:
@@ -270,7 +270,7 @@ class CellNet(nn.Module):
         super().__init__()
         generator = random.Random(seed)
         self.stem = ConvUnit(3, width, 3, 2)
-        self.cells = nn.ModuleList(Cell(width, nodes, generator) for _ in range(cells))
+        self.cells = nn.ModuleList(RandomCell(width, nodes, generator) for _ in range(cells))
         self.head = nn.Linear(width, classes)
 
     def forward(self, image: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:

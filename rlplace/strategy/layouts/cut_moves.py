@@ -9,8 +9,8 @@ Elango, "PaSE: Parallelization Strategies for Efficient DNN Training", IPDPS 202
 the options of one or two vertices. Eliminating vertex v adds up all tables that mention v, takes the minimum over v's options
 for every combination of its neighbours, remembers the arg-min, and puts the result back as one table; the neighbours become
 neighbours of each other. The vertex with fewest neighbours goes next (the lower index on ties). When no vertex is left, the
-arg-mins are read backwards. Sums of the tables of a block are small; `benchmarks.papers.pase.elimination`, for the paper's
-networks, never stores them.
+arg-mins are read backwards. Sums of the tables of a block are small; `benchmarks.papers.pase`
+searches the paper's networks with it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -141,13 +141,6 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]], right: bool = F
     """Makes a table of Markdown; `right` aligns all columns but the first to the right."""
     lines = [f"| {' | '.join(head)} |", "|---|" + ("---:|" if right else "---|") * (len(head) - 1)]
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
-
-
-def rows_of_page(page: Path) -> Iterator[list[str]]:
-    """Reads the cells of every row of the tables of a page."""
-    for line in page.read_text().splitlines():
-        if line.startswith("| "):
-            yield [cell.strip() for cell in line.strip("| ").split(" | ")]
 
 
 def write_between(page: Path, mark: str, text: str) -> None:

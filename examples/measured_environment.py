@@ -43,10 +43,9 @@ for episode in range(EPISODES):
     over, total = False, 0.0
     while not over:
         mask = torch.from_numpy(env.unwrapped.action_masks())
-        candidates = torch.from_numpy(observation["candidates"]).reshape(len(mask), -1)
         with torch.no_grad():
-            logits, _ = network.scores(candidates)
-        chances = logits.masked_fill(~mask, -torch.inf).softmax(-1)
+            logits, _ = network.look({name: torch.as_tensor(value)[None] for name, value in observation.items()})
+        chances = logits[0].masked_fill(~mask, -torch.inf).softmax(-1)
         action = torch.multinomial(chances, 1, generator=draws)
         observation, reward, over, _, info = env.step(int(action))
         total += reward

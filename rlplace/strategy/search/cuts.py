@@ -79,12 +79,10 @@ class Balance:
             self._seconds[key] = np.max([one.forward_s + one.backward_s for one in passes], axis=0)
         return self._seconds[key]
 
-    def stages_on(self, places: Sequence[Mesh], order: tuple[int, ...], samples: int) -> Stages | None:
-        """Returns `stages` on places of any axes; None where a place cannot cut a pass."""
-        cuts = tuple(place.cut(samples) for place in places)
-        if not all(map(self.can_cut, cuts)):
-            return None
-        return self.stages(tuple(self.kinds(place.devices, 1)[0] for place in places), cuts, order)
+    def stages_on(self, places: Sequence[Mesh], order: tuple[int, ...], samples: int) -> Stages:
+        """Returns `stages` on places of any axes."""
+        kinds = tuple(self.kinds(place.devices, 1)[0] for place in places)
+        return self.stages(kinds, tuple(place.cut(samples) for place in places), order)
 
     def stages(self, kinds: tuple[Kinds, ...], cuts: Cut | tuple[Cut, ...], order: tuple[int, ...]) -> Stages:
         """Returns balanced stages.

@@ -69,10 +69,10 @@ class Moves:
         for sizes, counts in self._shares(draft, near=True):
             spread = dataclasses.replace(draft, microbatch=sizes, microbatches=counts)
             yield spread
-            if draft.stages > 1:
-                stages = self._balance.stages_on(draft.places, draft.place_of_stage, min(sizes))
-                if stages is not None and stages.bounds != draft.bounds:
-                    yield dataclasses.replace(spread, bounds=stages.bounds)
+            if draft.stages > 1 and all(self._balance.can_cut(place.cut(min(sizes))) for place in draft.places):
+                bounds = self._balance.stages_on(draft.places, draft.place_of_stage, min(sizes)).bounds
+                if bounds != draft.bounds:
+                    yield dataclasses.replace(spread, bounds=bounds)
 
     def _other_schedules(self, draft: Draft) -> Iterator[Draft]:
         """Yields the same places under another schedule, or with more or fewer stages each."""
@@ -81,10 +81,12 @@ class Moves:
         now = draft.schedule, draft.stages // len(draft.places)
         for chunks, name in chains(self._problem.space, len(draft.places), draft.bounds[-1]):
             order = stage_order(len(draft.places), name, chunks)
-            stages = self._balance.stages_on(draft.places, order, min(draft.microbatch)) if (name, chunks) != now else None
-            if stages is not None:
-                bounds = draft.bounds if order == draft.place_of_stage else stages.bounds
-                yield dataclasses.replace(draft, place_of_stage=order, bounds=bounds, schedule=name)
+            size, bounds = min(draft.microbatch), draft.bounds
+            if (name, chunks) == now or not all(self._balance.can_cut(place.cut(size)) for place in draft.places):
+                continue
+            if order != draft.place_of_stage:
+                bounds = self._balance.stages_on(draft.places, order, size).bounds
+            yield dataclasses.replace(draft, place_of_stage=order, bounds=bounds, schedule=name)
 
     def _with_places(self, draft: Draft, places: Sequence[Mesh]) -> Iterator[Draft]:
         """Yields the draft with other places: micro-batches as large as they were where that divides, and stages cut anew."""
@@ -93,15 +95,14 @@ class Moves:
             return
         level = max(places[0].sharding, draft.places[0].sharding) if len(places) == 1 else 1
         places, size = [at_level(place, level) for place in places], min(draft.microbatch)
+        if not all(self._balance.can_cut(place.cut(size)) for place in places):
+            return
+        count = draft.batch // size // degree
         for chunks, schedule in self._chains(draft, len(places)):
             order = stage_order(len(places), schedule, chunks)
-            stages = self._balance.stages_on(places, order, size)
-            if stages is None:
-                return
-            cuts = [stages.bounds]
-            if order == draft.place_of_stage and draft.bounds != stages.bounds:
-                cuts.append(draft.bounds)
-            count = draft.batch // size // degree
+            cuts = {self._balance.stages_on(places, order, size).bounds: None}
+            if order == draft.place_of_stage:
+                cuts[draft.bounds] = None
             for bounds in cuts:
                 made = plain_draft(bounds, places, order, microbatch=(size,), microbatches=(count,), schedule=schedule)
                 for sizes, counts in self._shares(made, near=False):

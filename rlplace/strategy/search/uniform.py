@@ -200,8 +200,9 @@ def _draft(shape: Shape, sizes: tuple[int, ...], counts: tuple[int, ...], balanc
     width = len(shape.devices) // shape.places
     starts = range(0, len(shape.devices), width)
     places = [dataclasses.replace(shape.axes, devices=shape.devices[start : start + width]) for start in starts]
-    bounds = balance.stages(balance.kinds(shape.devices, shape.places), shape.axes.cut(min(sizes)), shape.order).bounds
-    return plain_draft(bounds, places, shape.order, microbatch=sizes, microbatches=counts, schedule=shape.schedule)
+    order = shape.order
+    bounds = balance.stages(balance.kinds(shape.devices, shape.places), shape.axes.cut(min(sizes)), order).bounds
+    return plain_draft(bounds, places, order, microbatch=sizes, microbatches=counts, schedule=shape.schedule)
 
 
 def _runnable(problem: SearchProblem) -> Space:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.budget import Budget
 from rlplace.compiled import entry, inner, stamp_of
 from rlplace.envs.guide import analysis, draw, features, records
 from rlplace.envs.guide.analysis import analyse
@@ -311,19 +312,18 @@ class GuidedSearch:
             calls: Simulations to make, over which the temperature falls; None: no limit.
             deadline_s: Moment on the monotonic clock at which the search ends.
         """
-        begin_s, first = time.monotonic(), self.calls
-        limit = math.inf if calls is None else calls
+        budget = Budget(calls, None if deadline_s == math.inf else deadline_s - time.monotonic())
         progress, slope = 0.0, 0.0 if calls is None else 1.0 / max(1, calls)
         few = float(np.log(self.instance.allowed.sum(axis=1)).sum()) <= math.log(_SEEN) + 1e-9
         empty = idle = 0
         while progress < 1.0 and empty < _EMPTY and not (few and idle >= _IDLE):
-            used = self.calls
-            tried = self._round(int(min(_TRIES + 1, limit - (self.calls - first))), progress, slope)
+            before = self.calls
+            tried = self._round(int(min(_TRIES + 1, budget.calls - budget.used)), progress, slope)
+            budget.used += self.calls - before
             empty, idle = (0, idle) if tried else (empty + 1, idle + 1)
-            done = (self.calls - first) / limit
-            if deadline_s != math.inf:
-                done = max(done, (time.monotonic() - begin_s) / max(deadline_s - begin_s, 1e-9))
-                slope = (done - progress) / max(self.calls - used, 1)
+            done = budget.share()
+            if budget.end_s != math.inf:
+                slope = (done - progress) / max(self.calls - before, 1)
             progress = done
 
     def _scores(self, count: int) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""What several tests of the agent need: networks whose layers all count, checkpoints of them, tiny trainings."""
+"""Builders that several tests of the agent share: networks whose layers all count, checkpoints of them, tiny trainings."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from rlplace.envs.guide.features import FEATURES
 
 
 def make_network(*, hidden=16, second=8, seed=0, features=FEATURES):
-    """A network far from the heuristic, with features standardised."""
+    """Returns a network far from the heuristic, with features standardised."""
     torch.manual_seed(seed)
     network = PlacerNetwork(hidden=hidden, second=second, features=features)
     torch.nn.init.normal_(network.residual.weight)
@@ -52,7 +52,7 @@ def agents(tmp_path_factory):
 
 @pytest.fixture
 def tiny():
-    """A training of a few seconds: `tiny(**changes)`."""
+    """Returns a maker of settings for a training of a few seconds: `tiny(**changes)`."""
 
     def make(**changes):
         small = {

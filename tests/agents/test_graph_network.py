@@ -31,7 +31,7 @@ from rlplace.simulator import simulate
 
 
 def network(seed=0, **sizes):
-    """A network whose layers all count."""
+    """Returns a network whose layers all count."""
     torch.manual_seed(seed)
     made = GraphNetwork(features=CONSTRUCTION_FEATURES, **{"hidden": 12, "second": 8, **sizes})
     for layer in (made.score, made.chosen):
@@ -49,7 +49,7 @@ def observed(env, seen, number=0):
 
 
 def played(policy, instance):
-    """The plan of one episode of the environment, where the likeliest legal device is taken."""
+    """Returns the plan of one episode of the environment, where the likeliest legal device is taken."""
     env = PlacementEnv([instance])
     policy.know([graph_arrays(instance)])
     seen, _ = env.reset(options={"problem": 0})

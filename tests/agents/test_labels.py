@@ -19,7 +19,7 @@ from tests.toys import memory_tight_pair
 
 
 def descent_s(problem, plan):
-    """Step time of a plan, raised by memory overflow; from the timeline alone."""
+    """Returns the step time of a plan, raised by memory overflow; from the timeline alone."""
     line = simulate(problem, plan)
     if line.step_time_s is None:
         return np.inf
@@ -79,7 +79,7 @@ def test_equal_for_a_seed_and_different_for_another(tmp_path):
 
 
 def without_link(problem):
-    """Device 1 hears device 0, which hears nobody."""
+    """Removes the link from device 1 to device 0."""
     bandwidth = problem.links.bandwidth_bytes_per_s.copy()
     bandwidth[1, 0] = 0.0
     return replace(problem, links=Links(bandwidth, problem.links.latency_s))
@@ -125,7 +125,7 @@ def test_steps_that_take_no_time():
 
 
 def stream(seed=0):
-    """Every third case has one device and no labels."""
+    """Returns cases of which every third has one device and no labels."""
 
     def case(number):
         devices = 1 if number % 3 == 2 else 3

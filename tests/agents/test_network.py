@@ -1,18 +1,13 @@
 """The placer network: a heuristic at first, indifferent to numbers, order and devices, and one with its compiled twin."""
 
-import numpy as np
 import pytest
 import torch
 
 from rlplace.agents.network import HEURISTIC, STOP_LOGIT, PlacerNetwork
-from rlplace.envs import make_instance
 from rlplace.envs.cluster import ClusterEnv
 from rlplace.envs.construction import CONSTRUCTION_FEATURES
-from rlplace.envs.guide.features import FEATURES, NUM_FEATURES, move_features
-from rlplace.envs.guide.guide import Guide
+from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
 from rlplace.envs.observation import NUM_CONTEXT
-from rlplace.problem.generate import random_problem
-from tests.drawn import renumbered
 
 
 def logits_of(network, table, groups, context):
@@ -57,28 +52,3 @@ def test_a_score_does_not_depend_on_other_candidates(make_network):
     assert not torch.allclose(one[:, 3:], two[:, 3:])
     few = logits_of(network, table[:, :2], groups[:, :2], context)
     assert torch.allclose(one[:, :2], few, atol=1e-5)
-
-
-def logits_of_moves(network, guide, count):
-    with torch.no_grad():
-        return network.scores(None, torch.from_numpy(guide.table[:count])).numpy()
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_logits_of_moves(make_network, seed):
-    problem = random_problem(
-        seed, num_groups=18, num_devices=4, unlike=seed % 2 == 1, memory_factor=(None, 1.6)[seed // 2], null_fraction=0.1
-    )
-    rng = np.random.default_rng(seed)
-    new = rng.permutation(4).astype(np.int32)
-    one, two = (Guide(make_instance(item, compute_floor=False), 64, 3) for item in (problem, renumbered(problem, new)))
-    plan = np.array([rng.choice(np.flatnonzero(row)) for row in problem.group_allowed], dtype=np.int32)
-    one.look(plan)
-    two.look(new[plan])
-    assert len(set(one.view.load)) == 4  # of devices that are equally idle, a remedy would name the first two
-    count = one.draw(plan)
-    drawn, used = one.moves, one.moves.ptr[count]
-    moves = (drawn.ptr, drawn.groups, np.concatenate([new[drawn.targets[:used]], drawn.targets[used:]]), drawn.kinds)
-    move_features(*two.arguments, new[plan], moves, count, new[plan], two.table)
-    network = make_network(seed=seed)
-    assert np.abs(logits_of_moves(network, one, count) - logits_of_moves(network, two, count)).max() < 1e-3

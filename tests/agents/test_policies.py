@@ -15,13 +15,10 @@ from torch import nn
 import rlplace
 from rlplace import plugins as extensions
 from rlplace.agents.checkpoint import load_checkpoint
-from rlplace.agents.config import TrainConfig
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.policies import AnalysedPlan, Policy, columns_of, policy_class, policy_name, read_by
 from rlplace.agents.policy import PolicyExtractor
-from rlplace.agents.problems import cases_of
 from rlplace.agents.search import GuidedSearch
-from rlplace.agents.train import train
 from rlplace.cli.main import main
 from rlplace.envs import RefinementEnv, make_instance
 from rlplace.envs.guide.features import FEATURES
@@ -33,7 +30,7 @@ from tests import plugin_site
 
 @pytest.fixture
 def outside(tmp_path_factory, monkeypatch):
-    """examples/policy, installed."""
+    """Installs examples/policy."""
     folder = tmp_path_factory.mktemp("site")
     monkeypatch.syspath_prepend(str(folder))
     extensions.forget()
@@ -90,24 +87,6 @@ def test_its_scores_are_what_the_search_follows(outside):
     search.run(calls=120)
     assert 3 <= len(asked) <= 60  # once a look, for many tries
     assert search.calls == 120
-
-
-def test_rlplace_train_trains_it(outside, tmp_path):
-    config = TrainConfig.load(
-        policy="attention",
-        settings={"width": 8},
-        fit_steps=0,
-        steps=64,
-        part=64,
-        part_cases=1,
-        envs=2,
-        rollout=32,
-        batch_size=32,
-    )
-    assert train(cases_of(["synthetic"]), config, tmp_path / "run", report=lambda line: None) == 64
-    checkpoint = load_checkpoint(tmp_path / "run")
-    assert isinstance(checkpoint.network, outside.AttentionPolicy) and checkpoint.network.width == 8
-    assert checkpoint.network.features == FEATURES
 
 
 def test_without_its_package_a_checkpoint_says_what_is_missing(outside, tmp_path, monkeypatch):

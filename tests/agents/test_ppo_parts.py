@@ -1,4 +1,4 @@
-"""What goes from part to part of a PPO training, and which instances and graphs belong together; hardly anything is trained."""
+"""State that passes from part to part of a PPO training, and instances with their graphs; hardly anything is trained."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_part_trains_the_network_and_goes_on_with_its_moments(tiny, make_netwo
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Parts that train nothing, and what each was given; its moments are those of an optimizer of its own."""
+    """Records the arguments of parts that train nothing; the moments are those of an optimizer of its own."""
     parts = []
 
     def run_part(network, moments, instances, config, **options):

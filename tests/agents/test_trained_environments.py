@@ -46,7 +46,7 @@ class Toy(Policy):
 
 @pytest.fixture
 def toy(tmp_path_factory, monkeypatch):
-    """The toy policy, installed."""
+    """Installs the toy policy."""
     folder = tmp_path_factory.mktemp("site")
     monkeypatch.syspath_prepend(str(folder))
     plugins.forget()

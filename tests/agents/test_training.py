@@ -35,13 +35,13 @@ def stream():
 
 
 def impossible():
-    """No device holds a group."""
+    """Returns a problem whose devices hold no group."""
     problem = random_problem(1, num_groups=8, num_devices=2)
     return replace(problem, devices=tuple(replace(device, memory_bytes=1) for device in problem.devices))
 
 
 def quiet(line):
-    """No report."""
+    """Reports nothing."""
 
 
 def weights(folder):
@@ -62,7 +62,7 @@ def assert_equal_runs(one, two):
 
 
 def cut_after(monkeypatch, module, name, calls):
-    """Ctrl-C in the call after some calls of a function."""
+    """Interrupts the call after some calls of a function."""
     whole, count = getattr(module, name), [0]
 
     def function(*args, **options):
@@ -109,7 +109,7 @@ def test_cut_anywhere_and_resumed(tmp_path, tiny, monkeypatch, policy):
 
 
 def cut_within_files(patch, calls):
-    """The process ends between two renames of the first save after so many."""
+    """Ends the process between two renames of the first save after so many."""
     whole, done = checkpoint.write_files, []
 
     def write(folder, payloads):

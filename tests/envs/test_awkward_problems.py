@@ -72,7 +72,7 @@ def problems() -> dict[str, dict[str, Any]]:
 
 
 def collective() -> Problem:
-    """Two replicas, free to sit anywhere, whose second ops are one all-reduce on the channels of the first two devices."""
+    """Returns two free replicas whose second ops are one all-reduce on the channels of the first two devices."""
     edges = [(0, 2), (1, 3), (2, 4), (3, 5)]
     return build_problem(
         "collective", time_s=[[1e-3] * 3] * 6, group=[0, 1, 0, 1, 0, 1], memory_bytes=[None] * 3, bandwidth_bytes_per_s=1e9,
@@ -147,7 +147,7 @@ def test_bad_arguments_are_refused(env_id: str, arguments: dict[str, Any], words
 
 
 def three_layers():
-    """Forward ops 0, 1, 2 in groups 0, 1, 2, backward ops 3, 4, 5 in groups 2, 1, 0; each layer keeps 10, 20, 40 bytes."""
+    """Returns forward ops 0, 1, 2 in groups 0, 1, 2, backward ops 3, 4, 5 in groups 2, 1, 0; layers save 10, 20, 40 bytes."""
     return build_problem(
         "layers", time_s=[[1.0]] * 6, memory_bytes=[None], group=[0, 1, 2, 2, 1, 0], resident_bytes=[1, 2, 3],
         phase=[FORWARD] * 3 + [BACKWARD] * 3, temporary_bytes=[0, 500, 0, 0, 0, 0],

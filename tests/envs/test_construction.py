@@ -18,7 +18,7 @@ from tests.drawn import renumbered
 
 
 def fork(**options):
-    """a (1 s) feeds b (2 s) and c (3 s); the second device is half as fast; a transfer takes 4 s; edges count both ways."""
+    """Returns a (1 s) feeding b (2 s) and c (3 s); device 1 is half as fast, a transfer takes 4 s, edges count both ways."""
     return build_problem(
         "fork", time_s=[[1.0, 2.0], [2.0, 4.0], [3.0, 6.0]], bandwidth_bytes_per_s=1.0,
         tensors=[TensorSpec(0, 4, [1]), TensorSpec(0, 4, [2])], **{"memory_bytes": [None, None], **options},
@@ -182,7 +182,7 @@ def test_a_policy_with_other_features_is_refused():
 
 @st.composite
 def cases(draw, hosts=(1,)):
-    """An instance, its renumbered twin, the new numbers, a random plan of the first, and a source of random numbers."""
+    """Draws an instance, its renumbered twin, the new numbers, a random plan of the first, and a source of random numbers."""
     seed, devices = draw(st.integers(0, 10**6)), draw(st.integers(2, 5))
     problem = random_problem(
         seed,

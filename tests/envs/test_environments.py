@@ -8,12 +8,10 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from gymnasium.utils.env_checker import check_env
-from sb3_contrib import TRPO, MaskablePPO
+from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C
 from stable_baselines3.common.env_checker import check_env as sb3_check_env
-from stable_baselines3.common.vec_env import DummyVecEnv
 
 import rlplace
 from rlplace.agents.network import HEURISTIC
@@ -28,7 +26,7 @@ IDS = ("rlplace/Placement-v0", "rlplace/Refinement-v0")
 
 
 def play(env, seed, choose):
-    """One episode; returns observations, rewards and the last info."""
+    """Plays one episode; returns observations, rewards and the last info."""
     observation, _ = env.reset(seed=seed)
     seen, rewards = [observation], []
     while True:
@@ -59,19 +57,6 @@ def test_checkers_are_clean(name, observation):
 def test_ids_work_with_and_without_the_module(name):
     assert name in gym.registry
     assert type(gym.make(f"rlplace:{name}").unwrapped) is type(gym.make(name).unwrapped)
-
-
-@pytest.mark.parametrize("name", IDS)
-def test_vectorised(name):
-    envs = DummyVecEnv([lambda: gym.make(name)] * 3)
-    envs.seed(0)
-    observation = envs.reset()
-    assert all(value.shape[0] == 3 for value in observation.values())
-    vector = gym.make_vec(name, num_envs=2, vectorization_mode="sync")
-    vector.reset(seed=1)
-    for _ in range(3):
-        vector.step(np.zeros(2, dtype=np.int64))  # in refinement both stop at once, on problems of different sizes
-    vector.close()
 
 
 def test_placement_reward_is_the_log_ratio_to_the_best_plan():
@@ -157,10 +142,6 @@ def test_toy_optimum_is_reached_by_the_best_of_all_actions():
 
 def test_bad_arguments_are_refused():
     problem = two_device_chain().problem
-    with pytest.raises(InputError, match="at least one problem"):
-        PlacementEnv([])
-    with pytest.raises(InputError, match="do not hold them"):
-        PlacementEnv([problem], max_groups=2)
     with pytest.raises(InputError, match="observation must be"):
         PlacementEnv([problem], observation="graph")
     with pytest.raises(InputError, match="start must be"):
@@ -212,18 +193,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "other_algorithm.py"
 @pytest.fixture(scope="module")
 def instances():
     return [make_instance(random_problem(seed, num_groups=10, num_devices=3)) for seed in range(2)]
-
-
-@pytest.mark.parametrize("env_class", [PlacementEnv, RefinementEnv])
-@pytest.mark.parametrize(("algorithm", "policy"), [(MaskablePPO, PlacerPolicy), (TRPO, UnmaskedPlacerPolicy)])
-def test_learning_changes_the_network(instances, env_class, algorithm, policy):
-    options = {"settings": {"hidden": 8}, "features": env_class.FEATURES}
-    model = algorithm(policy, env_class(instances), n_steps=32, batch_size=32, policy_kwargs=options, seed=0)
-    before = {name: value.clone() for name, value in model.policy.network.state_dict().items()}
-    model.learn(32)
-    after = model.policy.network.state_dict()
-    assert set(before) == set(after) and not torch.equal(before["linear.weight"], after["linear.weight"])
-    assert all(torch.isfinite(value).all() for value in after.values())
 
 
 @pytest.mark.parametrize("env_class", [PlacementEnv, RefinementEnv])

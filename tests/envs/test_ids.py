@@ -24,7 +24,7 @@ SPLIT = [name for name in IDS if name.count("-") == 2]
 
 @pytest.fixture
 def small_splits(monkeypatch):
-    """The splits themselves take minutes to make; tests/agents checks what is in them."""
+    """Replaces the splits, which take minutes to make; tests/agents checks their contents."""
     bank = tuple(make_instance(random_problem(seed, num_groups=8 + seed, num_devices=2 + seed)) for seed in range(2))
     asked = []
     monkeypatch.setattr(ids, "instances_of", lambda split: asked.append(split) or bank)

@@ -30,7 +30,7 @@ def guide_of(problem):
 
 
 def describe(guide, plan, *moves, kinds=None):
-    """Rows of chosen moves, each a list of (group, device), of a plan that is looked at first."""
+    """Returns the features of chosen moves, each a list of (group, device), of a plan that is analysed first."""
     plan = np.array(plan, dtype=np.int32)
     looked = guide.look(plan)
     guide.moves.ptr[: len(moves) + 1] = np.cumsum([0, *(len(move) for move in moves)])

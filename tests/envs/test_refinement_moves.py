@@ -76,7 +76,7 @@ def test_masks_keep_provable_memory_within_the_limits():
 
 
 def two_groups(*memory):
-    """Groups of 10 and 20 bytes that hand on nothing, on two devices."""
+    """Returns groups of 10 and 20 bytes that send nothing, on two devices."""
     return build_problem(
         "two", time_s=[[1e-3] * 2] * 2, tensors=[TensorSpec(0, 0, [1])], memory_bytes=memory, resident_bytes=[10, 20]
     )
@@ -170,7 +170,7 @@ def test_plans_that_do_not_fit_can_be_mended():
 
 
 def one_way():
-    """Four ops in a chain; data can go from device 0 to 1 and from 1 to 2, nowhere else."""
+    """Returns four ops in a chain; data can go from device 0 to 1 and from 1 to 2, nowhere else."""
     bandwidth = [[0.0, 1e9, 0.0], [0.0, 0.0, 1e9], [0.0, 0.0, 0.0]]
     tensors = [TensorSpec(i, 1000, [i + 1]) for i in range(3)]
     return build_problem(

@@ -50,7 +50,7 @@ def assert_same(a, b, path="info"):
 
 
 def actions_of(masks, rng):
-    """Mostly legal ones."""
+    """Draws actions, mostly legal ones."""
     chosen = [rng.choice(np.flatnonzero(mask)) if rng.random() < 0.97 else rng.integers(len(mask)) for mask in masks]
     return np.array(chosen, dtype=np.int64)
 

@@ -7,10 +7,12 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -29,6 +31,7 @@ _MOST_FACTOR = 2.0
 _HEADROOM = 1.05
 
 Ops = Sequence[MeasuredOp]
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -130,12 +133,10 @@ class Fitted:
 
 def pool(measurements: Iterable[Measurement]) -> list[MeasuredOp]:
     """Returns the distinct ops of several measurements, with their mean seconds, weighted by count."""
-    ops_by_key: dict[tuple[object, ...], list[MeasuredOp]] = defaultdict(list)
-    for measurement in measurements:
-        for op in measurement.ops:
-            ops_by_key[(_key(op), op.kind, op.flops, op.size_bytes, tuple(sorted(op.dims.items())))].append(op)
+    every = [op for measurement in measurements for op in measurement.ops]
+    alike = _grouped(every, lambda op: (_key(op), op.kind, op.flops, op.size_bytes, tuple(sorted(op.dims.items()))))
     rows = []
-    for ops in ops_by_key.values():
+    for ops in alike.values():
         count = sum(op.count for op in ops)
         seconds = max(sum(op.seconds * op.count for op in ops) / count, _LEAST_S)
         rows.append(msgspec.structs.replace(ops[0], seconds=seconds, count=count))
@@ -152,16 +153,12 @@ def fit(rows: Ops, kind: DeviceKind, source: str, scale: float = 1.0, wanted: Op
         scale: Factor on all times, see `_time_scale`.
         wanted: Fit only the curves that predict these ops; None: all curves.
     """
-    by_target: dict[Key, list[MeasuredOp]] = defaultdict(list)
-    by_class: dict[Key, list[MeasuredOp]] = defaultdict(list)
-    views: dict[Key, list[MeasuredOp]] = defaultdict(list)
+    own: list[MeasuredOp] = []
+    of_views: list[MeasuredOp] = []
     for op in rows:
-        if op.kind == "view" and op.direction == "backward" and not op.size_bytes:
-            views[(op.target, op.dtype, "forward")].append(op)
-            continue
-        by_target[_key(op)].append(op)
-        if op.size_bytes:
-            by_class[_class_key(op, kind)].append(op)
+        (of_views if op.kind == "view" and op.direction == "backward" and not op.size_bytes else own).append(op)
+    by_target, views = _grouped(own, _key), _grouped(of_views, lambda op: (op.target, op.dtype, "forward"))
+    by_class = _grouped([op for op in own if op.size_bytes], lambda op: _class_key(op, kind))
     if wanted is not None:
         keys = {_key(row) for row in wanted}
         loans = {_class_key(row, kind) for row in wanted if _key(row) not in by_target}
@@ -184,20 +181,22 @@ def predict(op: MeasuredOp, fitted: Fitted, kind: DeviceKind) -> tuple[float, bo
     return (0.0 if curve is None else _seconds(curve, op, kind, _kernels(op))), True
 
 
-def step_factor(measurements: Iterable[Measurement]) -> float:
+def step_factor(measurements: Sequence[Measurement]) -> float:
     """Returns median of measured over summed time of whole steps; 1 where no measurement has both.
 
     A step that is bound by the host takes what issuing its kernels takes, which pricing adds by itself.
     """
-    measurements = list(measurements)
     issue_s = _issue(measurements)
-    ratios = []
-    for m in measurements:
-        if m.step is not None and m.ops_s > 0:
-            ratios.append(m.step.quiet_s / max(m.ops_s, issue_s * m.launches))
-    if not ratios:
-        return 1.0
-    return float(np.clip(statistics.median(ratios), 1 / _MOST_FACTOR, _MOST_FACTOR))
+    timed = [(m, m.step.quiet_s) for m in measurements if m.step is not None and m.ops_s > 0]
+    ratios = [step_s / max(m.ops_s, issue_s * m.launches) for m, step_s in timed]
+    return float(np.clip(statistics.median(ratios), 1 / _MOST_FACTOR, _MOST_FACTOR)) if ratios else 1.0
+
+
+def _grouped(rows: Iterable[MeasuredOp], key: Callable[[MeasuredOp], K]) -> dict[K, list[MeasuredOp]]:
+    groups: dict[K, list[MeasuredOp]] = defaultdict(list)
+    for row in rows:
+        groups[key(row)].append(row)
+    return groups
 
 
 def _key(op: MeasuredOp) -> Key:
@@ -220,11 +219,10 @@ def _check(measurements: Sequence[Measurement], kind: DeviceKind, holdout: float
                 "one table a kind"
             )
     first = measurements[0]
-    for m in measurements[1:]:
-        for what in ("device", "threads"):
-            here, there = getattr(first.environment, what), getattr(m.environment, what)
-            if here != there:
-                raise InputError(f"calibrate: {first.name} has {what} {here}, {m.name} has {there}; calibrate them apart")
+    for m, name in itertools.product(measurements[1:], ("device", "threads")):
+        here, there = getattr(first.environment, name), getattr(m.environment, name)
+        if here != there:
+            raise InputError(f"calibrate: {first.name} has {name} {here}, {m.name} has {there}; calibrate them apart")
 
 
 def _time_scale(rows: Ops, kind: DeviceKind) -> float:
@@ -232,14 +230,13 @@ def _time_scale(rows: Ops, kind: DeviceKind) -> float:
 
     Efficiencies may not exceed 1; times are fitted larger by this factor and `step_factor` takes it back.
     """
-    worst = 1.0
+    factors = [1.0]
     for op in rows:
-        if op.seconds * op.count < 1e-5 or op.kind == "view":
-            continue
-        peak = peak_of(kind, precision_of(kind, op.kind, op.dtype))
-        least = max(op.flops / peak, op.size_bytes / kind.memory_bandwidth_bytes_per_s)
-        worst = max(worst, _HEADROOM * least / op.seconds)
-    return min(worst, 50.0)
+        if op.seconds * op.count >= 1e-5 and op.kind != "view":
+            peak = peak_of(kind, precision_of(kind, op.kind, op.dtype))
+            least = max(op.flops / peak, op.size_bytes / kind.memory_bandwidth_bytes_per_s)
+            factors.append(_HEADROOM * least / op.seconds)
+    return min(max(factors), 50.0)
 
 
 def _fit_rows(rows: Ops, kind: DeviceKind, source: str, scale: float, more_s: float = 0.0, calls: float = 1.0) -> Curve:
@@ -273,11 +270,8 @@ def _mean(rows: Ops) -> float:
 
 def _shapes(rows: Ops, key: Key, scale: float, fitted: Fitted) -> tuple[MeasuredShape, ...]:
     """Returns timed shapes of a target; rows with equal dims become one shape with their mean."""
-    rows_by_dims: dict[frozenset[tuple[str, int]], list[MeasuredOp]] = defaultdict(list)
-    for row in rows:
-        if _key(row) == key and (row.size_bytes or row.flops):
-            dims = shape_dims(row.dims, row.flops, row.size_bytes)
-            rows_by_dims[frozenset(dims.items())].append(row)
+    own = [row for row in rows if _key(row) == key and (row.size_bytes or row.flops)]
+    rows_by_dims = _grouped(own, lambda row: frozenset(shape_dims(row.dims, row.flops, row.size_bytes).items()))
     more = fitted.passed_on.get(key, 0.0)
     return tuple(MeasuredShape(dict(sorted(dims)), _mean(alike) * scale + more) for dims, alike in rows_by_dims.items())
 
@@ -289,7 +283,7 @@ def _issue(measurements: Sequence[Measurement]) -> float:
     kernels, closely where it is bound by the host.
     """
     seconds = kernels = 0.0
-    for op in (op for m in measurements for op in m.ops):
+    for op in itertools.chain.from_iterable(m.ops for m in measurements):
         if op.issue_s is not None and op.kind != "view" and op.direction != "update":
             seconds += op.issue_s * op.count
             kernels += _kernels(op) * op.count
@@ -306,21 +300,15 @@ def _source(measurements: Sequence[Measurement]) -> str:
 def _shape_errors(rows: Ops, kind: DeviceKind, scale: float, holdout: float, seed: int) -> tuple[FitError, ...]:
     """Returns errors on a share of the shapes of each target with at least four, predicted from its other shapes."""
     rng = np.random.default_rng(seed)
-    by_key: dict[Key, list[MeasuredOp]] = defaultdict(list)
-    for row in rows:
-        if row.size_bytes:
-            by_key[_key(row)].append(row)
     kept: list[MeasuredOp] = [row for row in rows if not row.size_bytes]
     out: list[MeasuredOp] = []
-    for items in by_key.values():
+    for items in _grouped([row for row in rows if row.size_bytes], _key).values():
         number = round(holdout * len(items)) if len(items) >= 4 else 0
         chosen = set(rng.permutation(len(items))[:number].tolist())
         for index, row in enumerate(items):
             (out if index in chosen else kept).append(row)
     fitted = fit(kept, kind, "", scale, wanted=out)
-    groups: dict[str, list[MeasuredOp]] = defaultdict(list)
-    for row in out:
-        groups[f"{row.kind} {row.direction}"].append(row)
+    groups = _grouped(out, lambda row: f"{row.kind} {row.direction}")
     return tuple(_error(label, groups[label], fitted, kind, scale) for label in sorted(groups))
 
 

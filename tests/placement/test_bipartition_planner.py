@@ -1,4 +1,4 @@
-"""Bi-partition: optimal cuts of chains, and plans of split problems."""
+"""Bi-partition: optimal cuts of chains, plans of split problems, and layer-wise pipelines."""
 
 import itertools
 from functools import cache
@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from rlplace.cost.contract import split_backward
 from rlplace.errors import InputError
 from rlplace.placement import NEEDS_SPLIT
-from rlplace.placement.published.bipartition import bipartition
+from rlplace.placement.published.bipartition import bipartition, block_partition, straight_pipelines
 from rlplace.placement.published.bipartition.layers import is_split, layer_numbers, layer_orders, make_layers, make_pipeline
 from rlplace.placement.published.bipartition.solve import Workers, bi_partition, pass_costs, price_cuts
 from rlplace.plan import PlacementPlan
+from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 from tests.placement.pipedream import make_chain, profile_chain, profile_problem, read_profile
@@ -119,7 +120,7 @@ def test_examples_with_known_optimum(forward, workers, by_gap):
 
 
 def plain_cost(chain, workers, i, forward, backward):
-    """The cost model once more, layer by layer."""
+    """Returns the cost of a worker by the cost model once more, layer by layer."""
     count = chain.num_layers
     ahead, back = set(range(*forward)), set(range(*backward))
     load = sum(chain.forward_s[layer] for layer in ahead) + sum(chain.backward_s[layer] for layer in back)
@@ -186,3 +187,23 @@ def test_wrong_arguments():
         bi_partition(chain, 0)
     with pytest.raises(InputError, match="times are for 2 workers"):
         bi_partition(make_chain(np.ones((3, 2)), np.ones((3, 2))), 3)
+
+
+@settings(max_examples=80, derandomize=True)
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=40), st.integers(1, 6))
+def test_block_partition_keeps_its_bound(costs, parts):
+    cuts = block_partition(costs, parts)
+    assert cuts[0] == 0 and cuts[-1] == len(costs) and len(cuts) == min(parts, len(costs)) + 1
+    assert cuts == sorted(cuts)
+    spread = max(costs) - min(costs)
+    scaled = [(c - min(costs)) / spread if spread else 0.0 for c in costs]
+    sums = [sum(scaled[a:b]) for a, b in itertools.pairwise(cuts)]
+    assert max(sums) <= min(sums) + 1 + 1e-6
+
+
+def test_the_exact_partition_is_among_them():
+    """Layers of 9, 1, 1, 1, 9, 1 on three devices: 22 seconds of work, and a 9 must share a device with a 1: 10."""
+    times = [9, 1, 1, 1, 9, 1]
+    tensors = [TensorSpec(layer, 8, [layer + 1]) for layer in range(5)]
+    problem = build_problem("chain", time_s=[[t] * 3 for t in times], tensors=tensors, memory_bytes=[None] * 3)
+    assert min(np.bincount(found, weights=times, minlength=3).max() for found in straight_pipelines(problem)) == 10

@@ -12,7 +12,7 @@ from rlplace.simulator import simulate
 
 
 def plain_moves(problem, line, assignment, limit):
-    """Rows (estimated saving, [(group, device), ...]), most promising first."""
+    """Returns rows (estimated saving, [(group, device), ...]), most promising first."""
     if line.step_time_s is None:
         return []
     devices = assignment.tolist()
@@ -61,7 +61,7 @@ def communication(problem, devices, group, device):
 
 
 def remedies(problem, line, devices):
-    """(group, device, seconds) for every cause of delay on the critical chain."""
+    """Yields (group, device, seconds) for every cause of delay on the critical chain."""
     idle = np.argsort(line.busy_s, kind="stable").tolist()
     for kind, earlier, later, seconds in critical_chain(problem, line):
         a, b = int(problem.op_group[earlier]), int(problem.op_group[later])
@@ -75,7 +75,7 @@ def remedies(problem, line, devices):
 
 
 def critical_chain(problem, line):
-    """Rows (kind, earlier op, later op, seconds), last first."""
+    """Returns rows (kind, earlier op, later op, seconds), last first."""
     before = {}
     for device in range(problem.num_devices):
         ops = [op for op in range(problem.num_ops) if line.device_of_op[op] == device]

@@ -25,7 +25,7 @@ SETTINGS = [
 
 
 def anneal_in_python(search, moves, calls, hot, chunk):
-    """The rules of `annealing`, step by step; after each chunk it goes back to the best assignment."""
+    """Follows the rules of `annealing` step by step; after each chunk it returns to the best assignment."""
     for used in range(calls):
         if used % chunk == 0 and search.score != search.best_score:
             search.restart()

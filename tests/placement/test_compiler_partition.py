@@ -13,7 +13,7 @@ from rlplace.problem.generate import random_problem
 
 
 def sent_seconds(problem, devices):
-    """All transfers of a plan one after another, straight from the problem."""
+    """Returns all transfers of a plan one after another, straight from the problem."""
     total = 0.0
     for tensor in range(problem.num_tensors):
         producer, owner = problem.tensor_producer[tensor], problem.tensor_owner[tensor]
@@ -50,7 +50,7 @@ def test_small_partitions_are_optimal(seed):
 
 
 def two_cliques(size):
-    """Two cliques of equal ops, all exchanging 4 bytes, joined by one byte."""
+    """Returns two cliques of equal ops, all exchanging 4 bytes, joined by one byte."""
     tensors = []
     for first in (0, size):
         tensors += [TensorSpec(first + i, 4, list(range(first + i + 1, first + size))) for i in range(size - 1)]

@@ -21,7 +21,7 @@ from rlplace.simulator import simulate
 
 
 def topcuoglu():
-    """The ten-task example of Topcuoglu, Hariri, Wu (2002), figure 2 and table 1."""
+    """Returns the ten-task example of Topcuoglu, Hariri, Wu (2002), figure 2 and table 1."""
     times = [
         [14, 16, 9], [13, 19, 18], [11, 13, 19], [13, 8, 17], [12, 13, 10],
         [13, 16, 9], [7, 15, 11], [5, 11, 14], [18, 12, 20], [21, 7, 16],
@@ -83,7 +83,7 @@ def test_m_etf_respects_memory():
 
 
 def split_by_brute_force(problem, order, sizes):
-    """Smallest largest segment over all cuts and device orders."""
+    """Returns the smallest largest segment over all cuts and device orders."""
     groups, count = len(order), problem.num_devices
     best = np.inf
     for row in itertools.permutations(range(count)):
@@ -241,7 +241,7 @@ def test_metis_keeps_its_warnings_off_stdout(capfd):
 
 
 def chain(sizes, memory):
-    """One op of 1 s a group; groups hold `sizes` bytes."""
+    """Returns a chain of one op of 1 s a group; groups hold `sizes` bytes."""
     count = len(sizes)
     return build_problem(
         "chain", time_s=[[1.0] * len(memory)] * count, memory_bytes=memory, resident_bytes=sizes,
@@ -268,7 +268,7 @@ def test_m_topo_shares_follow_unlike_memory():
 
 
 def branches(memory):
-    """0 forks to the chain 1, 2, 3 (3 s each) and to 4 and 5 (1 s each); 6 joins. Sending takes 4 s, groups hold 10 bytes."""
+    """Returns a fork of 0 to the chain 1, 2, 3 (3 s each), and to 4 and 5 (1 s each); 6 joins. Groups hold 10 bytes."""
     times = [1.0, 3.0, 3.0, 3.0, 1.0, 1.0, 1.0]
     edges = [(0, [1, 4, 5]), (1, [2]), (2, [3]), (3, [6]), (4, [6]), (5, [6])]
     return build_problem(

@@ -54,7 +54,7 @@ def test_known_optima_are_proven(planner, name):
 
 
 def random_graph(seed, count, devices):
-    """Ops of 1 to 5 seconds and edges of 0 to 4 seconds, every op a group."""
+    """Returns ops of 1 to 5 seconds and edges of 0 to 4 seconds, every op a group."""
     rng = np.random.default_rng(seed)
     tensors = [
         TensorSpec(a, int(rng.integers(0, 5)), [b]) for a in range(count) for b in range(a + 1, count) if rng.random() < 0.3
@@ -64,7 +64,7 @@ def random_graph(seed, count, devices):
 
 
 def brute_force(problem):
-    """Smallest makespan over all assignments and orders, by branch and bound, transfers without contention."""
+    """Returns the smallest makespan over all assignments and orders, by branch and bound, transfers without contention."""
     count, devices = problem.num_ops, problem.num_devices
     time = problem.time_s[:, 0].tolist()
     inputs = [[] for _ in range(count)]

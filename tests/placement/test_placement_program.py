@@ -34,7 +34,7 @@ pytest.importorskip("ortools")
 
 
 def whole_numbers(problem, seed):
-    """The same graph with small whole times and bytes, so that ticks are exact and ties are common."""
+    """Returns the same graph with small whole times and bytes, so that ticks are exact and ties are common."""
     data = problem_to_dict(problem)
     rng = np.random.default_rng(seed)
     for op in data["ops"]:
@@ -210,14 +210,12 @@ def test_a_missing_solver_is_named(monkeypatch):
         program_module.solver_library()
 
 
-pytest.importorskip("ortools")
-
 BRANCHES = ((2.0,), (0.7, 2.0), (0.7, 1.5, 1.5), (0.3, 0.8))
 """Times of the ops of an Inception block's branches, relative to each other as the FLOPs of its convolutions."""
 
 
 def inception_like(devices, blocks=3, stem=6.0):
-    """A stem and blocks of four branches; a block's input takes 2.5 to another device, other tensors 1."""
+    """Returns a stem and blocks of four branches; a block's input takes 2.5 to another device, other tensors 1."""
     times, edges = [stem], {}
 
     def add(seconds, sources, size):
@@ -276,10 +274,12 @@ def test_coarse_graphs_are_small_and_acyclic(shape, count):
     assert topological_order(source[apart], target[apart], node.max() + 1)[1] is None
 
 
-def test_small_problems_are_left_alone():
+def test_small_problems_are_left_alone_and_no_groups_are_refused():
     problem = random_problem(0, 12, 2)
     coarse, part = contract_groups(problem, coarsen(problem, 12))
     assert coarse is problem and part.tolist() == list(range(problem.num_ops))
+    with pytest.raises(InputError, match="groups"):
+        get_planner("dlplacer")(problem, groups=0)
 
 
 def test_groups_that_exclude_each_other_stay_apart():
@@ -341,8 +341,3 @@ def test_plans_of_coarse_graphs_are_never_worse_than_the_floor(setting):
     proof = plan.predicted.proof
     assert proof["program"] == "coarse" and proof["nodes"] == 12 and proof["status"] in ("optimal", "feasible")
     assert 0.0 <= proof["gap"] < 1.0 and proof["lower_bound_s"] <= proof["objective_s"]
-
-
-def test_bad_options():
-    with pytest.raises(InputError, match="groups"):
-        get_planner("dlplacer")(random_problem(0, 4, 2), groups=0)

@@ -32,7 +32,7 @@ def options_of(name, calls=60):
 
 
 def constrained(seed, groups, devices, factor):
-    """A random problem with a fixed group, null times and, with three or more devices, a missing link."""
+    """Returns a random problem with a fixed group, null times and, with three or more devices, a missing link."""
     data = problem_to_dict(
         random_problem(
             seed, groups, devices, memory_factor=factor, null_fraction=0.2, shared_parameters=1, unlike=seed % 2 == 0
@@ -65,6 +65,7 @@ def test_plans_are_legal_and_feasible_and_input_is_unchanged(seed, groups, devic
     assert line.feasible
     assert plan.planner == name and plan.seed == seed
     assert plan.predicted.step_time_s == line.step_time_s
+    assert plan.predicted.samples_per_s == problem.samples_per_microbatch / line.step_time_s
     assert problem.group_allowed[np.arange(problem.num_groups), plan.device_of_group].all()
     for field, value in before.items():
         np.testing.assert_array_equal(getattr(problem, field), value)
@@ -106,12 +107,7 @@ def test_best_is_the_best_one_shot_planner_and_searches_improve_on_it(setting):
             assert run.plan.predicted.step_time_s < 0.99 * floor
     floor_calls = run_planner("best", problem).simulator_calls
     assert run.simulator_calls == floor_calls + 150
-
-
-def test_search_without_calls_returns_the_floor():
-    problem = random_problem(5, 30, 2)
-    plan = get_planner("annealing")(problem, calls=0)
-    np.testing.assert_array_equal(plan.device_of_group, get_planner("best")(problem).device_of_group)
+    assert get_planner("annealing")(problem, calls=0).predicted.step_time_s == floor
 
 
 def test_search_starts_where_it_is_told():
@@ -225,21 +221,9 @@ def test_settings_change_what_is_found(planner, options):
     assert found[0] == found[1] != found[2]
 
 
-@pytest.mark.parametrize("name", [name for name in PLANNERS if name not in NEEDS_SPLIT])
-def test_the_prediction_of_a_plan_holds(name):
+def test_the_prediction_of_the_agents_plan_holds():
     problem = random_problem(5, 14, 3, shape="layered", unlike=True)
-    options = {"calls": 60} if name in (*SEARCH, "agent") else {}
-    if name in ("cp_sat", "dlplacer"):
-        options = {"effort": 0.05}  # without it, minutes on a proof
-    plan = get_planner(name)(problem, seed=1, **options)
+    plan = get_planner("agent")(problem, seed=1, calls=60)
     line = simulate(problem, plan)
-    assert line.feasible
-    assert line.step_time_s == plan.predicted.step_time_s
+    assert line.feasible and line.step_time_s == plan.predicted.step_time_s
     assert plan.predicted.samples_per_s == pytest.approx(problem.samples_per_microbatch / line.step_time_s)
-
-
-@pytest.mark.parametrize("option", ["microbatches", "schedule"])
-@pytest.mark.parametrize("name", ["best", "annealing", "heft"])
-def test_a_placement_has_no_micro_batches(name, option):
-    with pytest.raises(TypeError, match=option):
-        get_planner(name)(random_problem(5, 6, 2), **{option: 2})

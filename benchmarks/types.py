@@ -252,15 +252,16 @@ configuration with random weights, with inputs that are made up:
 | two towers (clip, siglip, ...) | its own contrastive loss |
 | all others: frames of speech, boxes, masks, depth, base models and their parts | outputs of zero (a mean square) |
 
-Losses that match by value, as those of boxes do, run on the processor beside the step and are left out. Image-and-text models
-are given words alone unless their forward demands images, so that the tower of images has no gradient. Options reach into the
-configurations that one holds: `hf:llava,text_config.num_hidden_layers=2`; `hf:detr,backbone_config.model_type=resnet` makes one
-another type (detr's own backbone needs timm). Other batches come from a function of yours, `file.py:function`.
+Losses that match predictions by value, such as those for boxes, run on the CPU outside the step and are left out.
+Image-and-text models get only words unless their forward demands images, so the image tower has no gradient. Options reach
+into nested configurations: `hf:llava,text_config.num_hidden_layers=2`; `hf:detr,backbone_config.model_type=resnet` makes
+one another type (detr's own backbone needs timm). Other batches come from a function of yours, `file.py:function`.
 
-`python -m benchmarks.types` tried the {known} types of transformers {version}: each shrunk to two layers of little width,
-trained a step on a CPU with dropout off, captured, planned as a whole strategy for two A100s; a placement that spreads its ops
-over two devices was applied. `python -m benchmarks.types_runs` ran plans over two processes: parameters in shares (FSDP), and a
-pipeline of two stages. {summary}
+`python -m benchmarks.types` tried the {known} types of transformers {version}: each shrunk to two narrow layers, trained
+for a step on a CPU with dropout off, captured, planned as a whole strategy for two A100s; a placement that spreads its ops
+over two devices was applied. `python -m benchmarks.types_runs` ran plans over two processes: parameters in shares (FSDP),
+and a pipeline of two stages.
+{summary}
 
 Each type with its class, its MODEL text, what it reached and the reason where it stopped is a line of
 `benchmarks/types.rows.jsonl`; `python -m benchmarks.types --table` writes this page from them.

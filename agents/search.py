@@ -108,8 +108,8 @@ def _room(plan):
 @inner
 def _simulate(s):
     """Simulates `trial`."""
-    graph, work, ranks, position, rows, outcome, step_s, peak, busy_s = s.simulation
-    return simulate_plans(graph, work, ranks, position, rows, outcome, step_s, peak, busy_s)
+    graph, work, ranks, position, rows, results = s.simulation
+    return simulate_plans(graph, work, ranks, position, rows, results)
 
 
 @inner
@@ -125,7 +125,7 @@ def _keep_best(s, step_s, overflow):
 @inner
 def _analyse(s, step_s, overflow):
     """Analyses the plan, which was simulated last."""
-    w, peak = r.Work(*s.simulation[1]), s.simulation[7]
+    w, peak = r.Work(*s.simulation[1]), s.simulation[5][2]
     step = w.time_s[0], w.time_s[1], w.transfer[: w.layout[r.TRANSFERS]], peak[0], step_s, overflow
     analyse(s.facts, s.analysed, s.plan, step)
     s.counts[LOOKS] += 1

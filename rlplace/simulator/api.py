@@ -85,7 +85,7 @@ def simulate(
     results = _results(1, problem.num_devices)
     outcome, step, peak, busy = results
     work = lowered.take_work(timeline=True)
-    fast.simulate_plans(tuple(lowered.graph), tuple(work), ranks, position, devices[None].view(np.uint32), *results)
+    fast.simulate_plans(tuple(lowered.graph), tuple(work), ranks, position, devices[None].view(np.uint32), results)
     moved = fixed_violations(problem, devices)
     if outcome[0] != fast.DONE:
         reasons = placement_violations(problem, devices) or [STUCK]
@@ -144,7 +144,8 @@ def simulate_many(
 
     def run(first: int, end: int) -> None:
         work = lowered.take_work()
-        fast.simulate_plans(*_arguments(lowered, ranks, work, devices[first:end], *(array[first:end] for array in results)))
+        rows = tuple(array[first:end] for array in results)
+        fast.simulate_plans(*_arguments(lowered, ranks, work, devices[first:end], rows))
         lowered.give_work(work)
 
     bounds = np.linspace(0, count, min(threads, max(1, count)) + 1).astype(int).tolist()
@@ -196,7 +197,7 @@ class Simulator:
         self._outcome = self._results[0]
         self.peak_memory_bytes, self.busy_s = self._results[2][0], self._results[3][0]
         self._run, self._bad_device = fast.simulate_plans, fast.BAD_DEVICE
-        self._arguments = _arguments(self._lowered, self._ranks, self.work, self._devices, *self._results)
+        self._arguments = _arguments(self._lowered, self._ranks, self.work, self._devices, self._results)
 
     @property
     def compiled(self) -> tuple[tuple[Any, ...], NDArray[np.int32]]:
@@ -231,8 +232,8 @@ class Simulator:
 
         devices = check_devices(device_of_group, (-1, self._groups), self._problem)
         self.calls += len(devices)
-        outcome, step, peak, busy = _results(len(devices), len(self.busy_s))
-        fast.simulate_plans(*_arguments(self._lowered, self._ranks, self.work, devices, outcome, step, peak, busy))
+        outcome, step, peak, _ = results = _results(len(devices), len(self.busy_s))
+        fast.simulate_plans(*_arguments(self._lowered, self._ranks, self.work, devices, results))
         limit = self._lowered.graph.bytes[-len(self.busy_s) :]
         overflow = np.zeros(len(devices))
         for device in np.flatnonzero(limit >= 0):  # one after the other, as the compiled code adds up
@@ -241,11 +242,11 @@ class Simulator:
 
 
 def _arguments(
-    lowered: Lowered, ranks: NDArray[np.uint32], work: Any, devices: NDArray[np.int32], *results: NDArray[Any]
+    lowered: Lowered, ranks: NDArray[np.uint32], work: Any, devices: NDArray[np.int32], results: tuple[NDArray[Any], ...]
 ) -> tuple[Any, ...]:
     """Returns the arguments of `fast.simulate_plans` for the rows of `devices`."""
     none = np.zeros(0, dtype=np.uint32)
-    return (tuple(lowered.graph), tuple(work), ranks, none, devices.view(np.uint32), *results)
+    return (tuple(lowered.graph), tuple(work), ranks, none, devices.view(np.uint32), results)
 
 
 def _results(rows: int, devices: int) -> tuple[NDArray[Any], ...]:

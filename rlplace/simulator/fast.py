@@ -107,7 +107,7 @@ def _compile(stamp):
     """Compiles the function that Python calls, with the stamp as an enclosed value."""
 
     @entry(nogil=True)
-    def simulate_plans(graph, work, ranks, position, device_of_group, outcome, step_s, peak, busy_s):
+    def simulate_plans(graph, work, ranks, position, device_of_group, results):
         """Simulates one plan per row of `device_of_group`; `work` holds what happened in the last.
 
         Args:
@@ -117,16 +117,16 @@ def _compile(stamp):
             position: uint32 [D], the first rank of every device when the ranks are an explicit order (which then belongs to the
                 only row), else [0].
             device_of_group: uint32 [rows, G].
-            outcome: int8 [rows], filled with DONE, CANNOT_RUN, STUCK or BAD_DEVICE.
-            step_s: float64 [rows], filled; NaN when the step cannot complete.
-            peak: int64 [rows, D], bytes, filled; resident and reserved bytes alone when the step cannot complete.
-            busy_s: float64 [rows, D], filled; zeros when the step cannot complete.
+            results: Arrays to fill. Outcome, int8 [rows]: DONE, CANNOT_RUN, STUCK or BAD_DEVICE; step time, float64 [rows], NaN
+                when the step cannot complete; peak memory, int64 [rows, D] bytes, resident and reserved alone when it cannot;
+                busy seconds, float64 [rows, D], zeros when it cannot.
 
         Returns:
             Step time (inf when it cannot complete) and summed relative memory overflow of the last row.
         """
         _ = stamp
         g, w = r.Graph(*graph), r.Work(*work)
+        outcome, step_s, peak, busy_s = results
         step, overflow = np.inf, 0.0
         for row in range(len(device_of_group)):
             devices = device_of_group[row]

@@ -111,9 +111,9 @@ def test_calls_are_counted_where_they_are_made(make_network, monkeypatch):
     simulate_plans = guided.simulate_plans
 
     @njit
-    def counted(graph, work, ranks, position, rows, outcome, step_s, peak, busy_s):
+    def counted(graph, work, ranks, position, rows, results):
         told()
-        return simulate_plans(graph, work, ranks, position, rows, outcome, step_s, peak, busy_s)
+        return simulate_plans(graph, work, ranks, position, rows, results)
 
     monkeypatch.setattr(guided, "simulate_plans", counted)
     monkeypatch.setattr(guided, "draw_ranked", njit(guided.draw_ranked.py_func))

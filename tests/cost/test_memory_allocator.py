@@ -227,3 +227,12 @@ def test_numbers_may_be_used_again_and_need_not_be_dense():
     first = replay([10**12, 5, 10**12, 10**12], [600, 600, -1, 700])
     second = replay([0, 1, 0, 0], [600, 600, -1, 700])
     assert np.array_equal(first.allocated_bytes, second.allocated_bytes)
+
+
+def test_cached_segments_are_given_back_before_memory_runs_out():
+    result = run("a=30M -a b=40M", capacity=60 * MIB)
+    assert result.out_of_memory is None and result.retries == 1
+    assert result.reserved_bytes.tolist() == [30 * MIB, 30 * MIB, 40 * MIB]
+    # A segment that is partly in use cannot go back.
+    result = run("a=5M b=5M -a c=50M", capacity=60 * MIB)
+    assert result.out_of_memory == 3 and len(result.reserved_bytes) == 3

@@ -126,8 +126,10 @@ def make_model(network: Policy, instances: Sequence[Any], config: TrainConfig, s
     elif environment == REFINEMENT:
         games = RefinementVectorEnv(config.envs, problems=instances, start="mixed", keep="better", autoreset_mode="SameStep")
     else:
-        options = {"problems": instances, "start": "random"} if environment == STRATEGY else {"scenarios": instances}
-        sync = {"vectorization_mode": "sync", "vector_kwargs": {"autoreset_mode": "SameStep"}}
+        options: dict[str, Any] = (
+            {"problems": instances, "start": "random"} if environment == STRATEGY else {"scenarios": instances}
+        )
+        sync: dict[str, Any] = {"vectorization_mode": "sync", "vector_kwargs": {"autoreset_mode": "SameStep"}}
         games = gymnasium.make_vec(environment, config.envs, **sync, **options)
     envs = VecMonitor(PlacerVecEnv(games))
     model = MaskablePPO(

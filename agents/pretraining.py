@@ -163,7 +163,7 @@ def _begin(source: CaseSource, collect: Collect) -> None:
     _given = source, collect
 
 
-def _write_given(folder: Path, number: int, options: dict[str, int]) -> None:
+def _write_given(folder: Path, number: int, options: dict[str, Any]) -> None:
     _write(*_given, folder, number, **options)
 
 

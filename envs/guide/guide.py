@@ -55,7 +55,8 @@ class Guide:
             work = self.simulator.work
             sent = work.transfer[: work.layout[r.TRANSFERS]]
             peak_bytes = self.simulator.peak_memory_bytes
-            analyse(*self.arguments, plan, tuple(SimulatedStep(*work.time_s, sent, peak_bytes, step_s, overflow)))
+            step = SimulatedStep(work.time_s[0], work.time_s[1], sent, peak_bytes, step_s, overflow)
+            analyse(*self.arguments, plan, tuple(step))
         return step_s, overflow
 
     def draw(self, plan: NDArray[np.int32]) -> int:

@@ -52,7 +52,6 @@ def run(options: DiffOptions) -> int:
         raise InputError("diff: a whole strategy has no problem file; give --problem for the plan that places groups only")
     files = iter(problems)
     first = _step(one, options.first, files, options)
-    second: PlacementStep | StrategyStep
     if isinstance(first, StrategyStep) and two.strategy is not None and same_model(one, two):
         second: PlacementStep | StrategyStep = StrategyStep(first.planned, two)
     elif isinstance(first, PlacementStep) and two.strategy is None and two.problem == one.problem:

@@ -131,7 +131,7 @@ def _planned(model: str, options: FinetuneOptions, machine: Cluster) -> Planned:
     batch = batch or default_batch(machine)
     compile_first("strategy")
     captured = capture_sizes(model, options, samples)
-    clock = {"began_s": time.monotonic(), "time_limit_s": options.time_limit}
+    clock: dict[str, Any] = {"began_s": time.monotonic(), "time_limit_s": options.time_limit}
     plan, _ = plan_model(captured, machine, batch=batch, seed=options.seed, **clock, **asked)
     return Planned(plan, machine, search_problem=question_of(captured, machine, batch, **asked))
 

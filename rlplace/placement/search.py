@@ -230,6 +230,8 @@ class SearchPlanner:
         settings: The dataclass of its settings.
     """
 
+    __name__: str
+
     def __init__(self, spend: Spend, settings: type[Any], doc: str | None, ready: Callable[[], None]) -> None:
         self.spend, self.settings, self.ready = spend, settings, ready
         described(self, spend.__name__, doc, list(inspect.signature(settings).parameters.values()))

@@ -175,6 +175,8 @@ class OneShotPlanner:
         repairs: Number of infeasible candidates that are repaired.
     """
 
+    __name__: str
+
     def __init__(self, candidates: Callable[..., Iterable[Assignment]], name: str, repairs: int) -> None:
         self.candidates, self.repairs = candidates, repairs
         described(self, name, candidates.__doc__, list(inspect.signature(candidates).parameters.values())[2:])

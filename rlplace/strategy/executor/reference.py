@@ -71,9 +71,9 @@ def evaluate_reference(
                     peaks[device] = cluster.devices[device].reserved_bytes + used
                     hosts[cluster.hosts[device]] += sum(rows[place][block].host_bytes for block in own)
     for seconds, involved in tie_exchanges(draft, costs, traffic):
-        together = max(ends[place] for place in involved) + seconds
+        end_s = max(ends[place] for place in involved) + seconds
         for place in involved:
-            ends[place] = together
+            ends[place] = end_s
             works[place].exchange += seconds
     step = max(end + sum(update) for end, update in zip(ends, updates, strict=True))
     busiest = max(places, key=lambda place: works[place].compute + works[place].tensor)

@@ -128,7 +128,7 @@ class StageTable:
             source = np.where(now[1:] < np.minimum.accumulate(now)[:-1], np.arange(1, total + 1)[:, None], 0)
             source = np.maximum.accumulate(np.concatenate([np.zeros((1, parts + 1), dtype=np.int64), source]), axis=0)
             best = np.minimum.accumulate(now)  # units may be left out
-            layers.append((source, *rest))
+            layers.append((source, rest[0], rest[1], rest[2]))
             if stage > 1 and self._problem.space.allows("pipeline", stage) and np.isfinite(best[total, 0]):
                 yield self._draft(units, layers, spread), float(best[total, 0]) * (spread.count - 1 + stage)
 

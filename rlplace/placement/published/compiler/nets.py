@@ -111,8 +111,8 @@ def contract_nets(level: Level, cluster: NDArray[np.int32]) -> Level:
     band[cluster] = level.band
     nets = level.nets
     source, pin = cluster[nets.source], cluster[nets.pins]
-    net = np.repeat(np.arange(len(source)), np.diff(nets.pin_ptr))
-    net, pin = crossing(net, pin, pin != source[net], count)
+    of_pin = np.repeat(np.arange(len(source)), np.diff(nets.pin_ptr))
+    net, pin = crossing(of_pin, pin, pin != source[of_pin], count)
     kept, first = np.unique(net, return_index=True)
     coarse = Nets(
         source=source[kept],

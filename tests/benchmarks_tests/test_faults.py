@@ -13,7 +13,9 @@ LISTED = faults.read_faults()
 @pytest.mark.parametrize("fault", LISTED, ids=[fault.what for fault in LISTED])
 def test_a_fault_has_its_place(fault):
     """Its right text stands there once, what takes its place is Python, and its tests exist."""
-    compile(faults.with_fault((ROOT / fault.file).read_text(), fault), fault.file, "exec")
+    text = faults.with_fault((ROOT / fault.file).read_text(), fault)
+    if fault.file.endswith(".py"):
+        compile(text, fault.file, "exec")
     assert all((ROOT / test).is_file() for test in fault.tests)
 
 

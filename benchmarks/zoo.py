@@ -194,11 +194,11 @@ def table() -> str:
         "`python -m benchmarks.zoo --table` makes this page from `benchmarks/zoo.rows.jsonl`. Geometric means over unseen",
         "problems and three seeds (heuristics have none), with the least and the largest of the seeds; settings, weights,",
         "cards and curves are in `agents/zoo`. In Toy (64 problems) a plan is built and compared with the optimum. In",
-        "Refinement (24 problems) 24 moves (searches: 24 simulations) are made from the plan of `best`, which is 1. Plans that",
-        "do not fit are not in the mean and counted under fits. Learned policies make one plan a problem, of the likeliest",
-        "actions; `heft` and `m_etf` simulate several and keep the quickest, `best` is the best of ten planners. Settings were",
-        "chosen on other problems, in two to four short runs an algorithm; in Refinement PPO has those of",
-        "MaskablePPO, A2C its gamma. Seconds are of a core that others used too.", "",
+        "Refinement (24 problems) 24 moves (searches: 24 simulations) start from the plan of `best`, which counts as 1. Plans",
+        "that do not fit are left out of the mean; *fits* is the share of the others. Learned policies make one plan per",
+        "problem from the likeliest actions; `heft` and `m_etf` simulate several and keep the quickest, `best` is the best of",
+        "ten planners. Settings were chosen on other problems, in two to four short runs per algorithm; in Refinement PPO has",
+        "the settings of MaskablePPO, and A2C its gamma. Seconds were measured on a shared core.", "",
     ]  # fmt: skip
     found: dict[tuple[str, str], list[Row]] = {}
     for row in read_rows(ROWS):

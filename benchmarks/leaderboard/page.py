@@ -120,31 +120,33 @@ _HEAD = """# Leaderboard of learned placement
 
 Placements of {cases} problems ([the test split](docs/agent/problems.md) as it was when the board began), {branchy} of
 them branchy, of model families that the shipped agent's training never sees. Every plan here is simulated again,
-exactly: step times, memory and fixed groups are checked. **Calls and seconds are what the submission claims; they cannot be
-checked**, nor that nothing was tuned on these cases.
+exactly: step times, memory and fixed groups are checked. **Calls and seconds are what the submission claims; they
+cannot be checked**, nor can it be checked that nothing was tuned on these cases.
 
 - *all*, *branchy*: geometric mean of step time over that of `best`, the best of ten heuristics; less is faster. In
   brackets the 95 % bootstrap interval over cases.
-- *fastest*: share of cases where nothing of the class is more than {tie} faster.
+- *fastest*: share of cases where no entry of the class is more than {tie} faster.
 - *feasible*: cases with a plan. Entries with more plans come first, since leaving out hard cases must not help; means
   are over the cases that an entry has.
-- *calls*, *seconds*: claimed, mean a case, - where not all were measured. Classes other than *one shot*, which has no limit,
-  count what comes after the plan of `best`, from which any entry may start. Compare seconds on the same hardware only,
-  which the card names.
+- *calls*, *seconds*: claimed means per case, - where not all were measured. *One shot* has no limit; other classes
+  count only what comes after the plan of `best`, from which any entry may start. Compare seconds only on the same
+  hardware, which the card names.
 """
 
 _HOW = """## How to submit
 
-1. `python -m benchmarks.leaderboard problems --out problems` writes the problems, `NAME.problem.json` each
+1. `python -m benchmarks.leaderboard problems --out problems` writes each problem as `NAME.problem.json`
    ([format](docs/formats.md)). Do not tune on them.
-2. Place each within one budget: *one shot* (a method that takes no budget; what it spends is shown), 256 or
-   4,096 simulator calls, 1 s or 5 s of wall time, counted after the plan of `best` if you start there.
-3. Make `benchmarks/leaderboard/submissions/NAME/` with `card.toml` (copy one) and `plans.jsonl.gz` (or `plans.json`, a
-   list): a row a case, `{"case": "test-t5-00", "problem": FINGERPRINT, "devices": [0, 1, ...], "step_time_s": 0.1,
-   "calls": 256, "seconds": 0.2}`. `devices` is the device of every group; leave it and `step_time_s` out where you have
-   no plan.
-4. `python -m benchmarks.leaderboard make NAME --planner P --budget "256 calls"` does 2 and 3 for any planner that
-   rlplace knows, [yours](docs/plugins.md) too, and `--planner agent --agent runs/mine` for an agent that you trained.
-5. `python -m benchmarks.leaderboard check benchmarks/leaderboard/submissions/NAME` says what is wrong, if anything.
+2. Place each within one budget: *one shot* (a method that takes no budget; what it spends is shown), 256 or 4,096
+   simulator calls, 1 s or 5 s of wall time, counted after the plan of `best` if you start there.
+3. Make `benchmarks/leaderboard/submissions/NAME/` with `card.toml` (copy one) and `plans.jsonl.gz` (or `plans.json`,
+   a list): one row per case, `{"case": "test-t5-00", "problem": FINGERPRINT, "devices": [0, 1, ...], "step_time_s":
+   0.1, "calls": 256, "seconds": 0.2}`. `devices` is the device of every group; leave it and `step_time_s` out where
+   you have no plan.
+4. `python -m benchmarks.leaderboard make NAME --planner P --budget "256 calls"` does steps 2 and 3 for any planner
+   that rlplace knows, including [yours](docs/plugins.md), and with `--planner agent --agent runs/mine` for an agent
+   that you trained.
+5. `python -m benchmarks.leaderboard check benchmarks/leaderboard/submissions/NAME` reports what is wrong, if
+   anything.
 6. `python -m benchmarks.leaderboard table --write` makes this page; open a pull request with both.
 """

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numba.core import types
 from numba.core.cgutils import unpack_tuple
+from numba.core.types.containers import Tuple
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
@@ -81,6 +82,6 @@ def cutter(record: type[Any], **dimensions: int) -> Any:
                 made.append(context.compile_internal(builder, function, one, given))
             return context.make_tuple(builder, signature.return_type, made)
 
-        return types.Tuple(parts)(bank, layout, i), generate
+        return Tuple(parts)(bank, layout, i), generate
 
     return cut

@@ -110,9 +110,9 @@ def contract_nets(level: Level, cluster: NDArray[np.int32]) -> Level:
     band = np.zeros(count, dtype=np.int32)
     band[cluster] = level.band
     nets = level.nets
-    source, pin = cluster[nets.source], cluster[nets.pins]
+    source, pins = cluster[nets.source], cluster[nets.pins]
     of_pin = np.repeat(np.arange(len(source)), np.diff(nets.pin_ptr))
-    net, pin = crossing(of_pin, pin, pin != source[of_pin], count)
+    net, pin = crossing(of_pin, pins, pins != source[of_pin], count)
     kept, first = np.unique(net, return_index=True)
     coarse = Nets(
         source=source[kept],

@@ -220,7 +220,7 @@ def _simulate(t, s, e, parts, groups, devices):
         row[g] = plan[g]
     peak, busy_s = t.peak[:devices].reshape((1, devices)), t.busy_s[:devices].reshape((1, devices))
     rows = row.reshape((1, groups))
-    return simulate_plans(parts.graph, parts.work, parts.ranks[0], none, rows, t.outcome, t.step_s, peak, busy_s)
+    return simulate_plans(parts.graph, parts.work, parts.ranks[0], none, rows, (t.outcome, t.step_s, peak, busy_s))
 
 
 @inner

@@ -106,6 +106,29 @@ def test_modules_of_a_room_import_one_way(room):
         assert not [other for other in later if re.search(rf"{room}(\.| import (\w+, )*){other}\b", text)], name
 
 
+def definitions(kind):
+    return [(path, node) for _, path in sources() for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kind)]
+
+
+def test_no_two_classes_have_one_name():
+    places = {}
+    for path, node in definitions(ast.ClassDef):
+        places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_functions_take_at_most_eight_arguments_by_position():
+    """Kernels take named tuples of arrays, other functions a record.
+
+    Torch's schema of an operator lists the arguments of the selective scan. In the simulator's innermost loop records of records
+    cost time.
+    """
+    bound = {"selective_scan", "selective_scan_backward", "scan", "_scan", "_", "join_queues"}
+    for path, node in definitions(ast.FunctionDef):
+        named = [item.arg for item in [*node.args.posonlyargs, *node.args.args] if item.arg not in ("self", "cls")]
+        assert len(named) <= 8 or node.name in bound, f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {len(named)}"
+
+
 def loaded_by(statement):
     code = f"import sys\n{statement}\nprint('\\n'.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)

@@ -106,7 +106,7 @@ def _compile(stamp):
         _ = stamp
         tables, trial, state, devices, best, score, groups, targets = walk
         t = Tables(*tables)
-        graph, work, ranks, position, rows, outcome, step_s, peak, busy_s = simulation
+        graph, work, ranks, position, rows, results = simulation
         used, idle, temperature = 0, 0, 0.0
         while used < calls and idle < IDLE:
             count = draw_move(t, state, devices, groups, targets)
@@ -118,7 +118,7 @@ def _compile(stamp):
                 temperature = hot * cooling ** min(1.0, progress + slope * used)
             for i in range(count):
                 trial[groups[i]] = targets[i]
-            step, overflow = simulate_plans(graph, work, ranks, position, rows, outcome, step_s, peak, busy_s)
+            step, overflow = simulate_plans(graph, work, ranks, position, rows, results)
             used += 1
             if _objective_s(step, overflow) < _objective_s(score[2], score[3]):
                 best[:] = trial

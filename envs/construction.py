@@ -197,9 +197,10 @@ def _finish(t, s, e, group, devices):
 
 
 @inner
-def _describe(b, t, s, e, i, group, devices, largest, progress):
+def _describe(b, t, s, e, i, devices, largest, progress):
     """Fills the table of an environment for its next group."""
-    c, ideal_s, plan, table = COLUMN, b.ideal_s[i], s.plan[e], s.table[e].reshape((s.legal.shape[1], NUM_CONSTRUCTION))
+    c, ideal_s, plan, group = COLUMN, b.ideal_s[i], s.plan[e], t.order[s.placed[e]]
+    table = s.table[e].reshape((s.legal.shape[1], NUM_CONSTRUCTION))
     best, placed = _finish(t, s, e, group, devices), t.made_bytes[group]
     for d in range(devices):
         placed += s.made_bytes[e, d]
@@ -295,7 +296,7 @@ def _compile(stamp):
             context[3] = progress
             context[4] = min(max(largest / b.ideal_s[i], -CLIP), CLIP)
             if s.status[e] == RUNNING:
-                _describe(b, t, s, e, i, t.order[s.placed[e]], devices, largest, progress)
+                _describe(b, t, s, e, i, devices, largest, progress)
             else:
                 s.table[e, :] = 0.0
                 s.group[e, :] = -1

@@ -120,8 +120,7 @@ def test_no_two_classes_have_one_name():
 def test_functions_take_at_most_eight_arguments_by_position():
     """Kernels take named tuples of arrays, other functions a record.
 
-    Torch's schema of an operator lists the arguments of the selective scan. In the simulator's innermost loop records of records
-    cost time.
+    Torch's schema of an operator lists the arguments of the selective scan; the simulator's innermost loop would lose time.
     """
     bound = {"selective_scan", "selective_scan_backward", "scan", "_scan", "_", "join_queues"}
     for path, node in definitions(ast.FunctionDef):

@@ -42,7 +42,7 @@ def strategy_questions(split: str) -> tuple[SearchProblem, ...]:
         MissingError: Captures need the transformers extra.
     """
     if split not in DEALT:
-        raise unknown_name("set of questions", split, (SMALL, *DEALT))
+        raise unknown_name("split", split, (SMALL, *DEALT))
     families, clusters = DEALT[split]
     recipes = [model for some in families.values() for model in some if not isinstance(model, str)]
     why_not, asked = judge(None)[0], []

@@ -65,7 +65,7 @@ def cases_of(
         from rlplace.agents.problems.questions import questions_of, scenario
 
         if len(names) > 1 or cluster is not None:
-            raise InputError(f"{environment} takes one set of questions as --problems, which have clusters of their own")
+            raise InputError(f"{environment} takes one split of its questions as --problems, which have clusters of their own")
         title = str(names[0]) if names else "train"
         questions = questions_of(title)
         if environment == STRATEGY:

@@ -114,7 +114,7 @@ def test_settings_that_do_not_belong_together(tiny, tmp_path):
     assert [TrainConfig.load(environment=name).policy for name in ENVIRONMENTS] == ["graph", *["perceptron"] * 3]
     with pytest.raises(InputError, match="no pre-training in rlplace/Strategy-v0; use --fit-steps 0"):
         train(cases_of(["small"], environment=STRATEGY), tiny(environment=STRATEGY), tmp_path, report=lambda line: None)
-    with pytest.raises(InputError, match="unknown set of questions 'other'"):
+    with pytest.raises(InputError, match="unknown split 'other'"):
         cases_of(["other"], environment=CLUSTER)
-    with pytest.raises(InputError, match="takes one set of questions"):
+    with pytest.raises(InputError, match="takes one split of its questions"):
         cases_of(["small"], environment=STRATEGY, cluster="t4:2")

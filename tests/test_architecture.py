@@ -1,6 +1,7 @@
 """The house: imports point one way, heavy packages load late, the folders never become top-level imports."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -106,8 +107,13 @@ def test_modules_of_a_room_import_one_way(room):
         assert not [other for other in later if re.search(rf"{room}(\.| import (\w+, )*){other}\b", text)], name
 
 
+@functools.cache
+def nodes():
+    return [(path, node) for _, path in sources() for node in ast.walk(ast.parse(path.read_text()))]
+
+
 def definitions(kind):
-    return [(path, node) for _, path in sources() for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kind)]
+    return [(path, node) for path, node in nodes() if isinstance(node, kind)]
 
 
 def test_no_two_classes_have_one_name():

@@ -33,6 +33,7 @@ def test_a_placer_learns_from_graphs_of_ones_own(tmp_path):
     assert "graphs that it has not seen" in out and (tmp_path / "agent" / "policy.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(tmp_path):
     cells = json.loads((EXAMPLES / "environments.ipynb").read_text())["cells"]
     script = tmp_path / "notebook.py"
@@ -43,6 +44,7 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path):
     assert all(not cell.get("outputs") for cell in cells)
 
 
+@pytest.mark.slow
 def test_ppo_with_a_graph_network_runs(tmp_path):
     words = ["--total-steps", "2048", "--problems", "8", "--num-envs", "16", "--copies", "4"]
     out = run("ppo_graph_toy.py", *words, cwd=tmp_path)

@@ -85,6 +85,7 @@ def without_link(problem):
     return replace(problem, links=Links(bandwidth, problem.links.latency_s))
 
 
+@pytest.mark.slow
 def test_moves_that_need_a_missing_link_are_very_bad():
     labels = collect_moves(
         ProblemCase("x", "x", without_link(random_problem(0, num_groups=8, num_devices=2))), states=8, moves=16, seed=0
@@ -114,6 +115,7 @@ def test_a_case_that_fits_nowhere_still_teaches():
         assert (labels.features[..., FEATURES.index("plan_overflow")] > 0).any()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_steps_that_take_no_time():
     """Nothing can be gained, and nothing is divided by zero."""

@@ -256,6 +256,7 @@ def test_steps_that_take_no_time(agents, name):
     assert agents[name].place(idle, calls=30).predicted.step_time_s == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_time_limit_ends_it(agents, name):
     """Loose: the machine may be busy; what counts is that nothing goes on without end."""

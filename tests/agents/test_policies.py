@@ -60,6 +60,7 @@ def test_a_policy_from_outside_is_trained_saved_loaded_and_places(outside, tmp_p
     assert plan.predicted.step_time_s <= rlplace.place(problem, planner="best").predicted.step_time_s
 
 
+@pytest.mark.slow
 def test_its_command_trains_the_class_that_is_installed(outside, tmp_path):
     root = Path(outside.__file__).parent
     words = [sys.executable, "-m", "rlplace_example_policy", str(tmp_path / "agent"), "--decisions", "64"]

@@ -62,6 +62,7 @@ def trained(folder, tiny, environment, **changes):
     return train(source, config, folder, resume=folder.exists(), report=lambda line: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_a_policy_is_trained_cut_and_resumed(toy, tiny, tmp_path, monkeypatch, environment):
     options = {"policy": "toy", "settings": {"width": 3}}

@@ -20,6 +20,7 @@ def narrow(dims):
     return 1.0 + 1.5 / (1.0 + min(dims["m"], dims["n"]) / 64)
 
 
+@pytest.mark.slow
 def test_a_residual_learns_what_the_curve_cannot():
     rows, unseen = timings(TRUE, 300, factor=narrow, noise=0.02), timings(TRUE, 100, factor=narrow, seed=1)
     curve = fit_op_curve(rows, basis="calibrated", source="test", **DEVICE)

@@ -72,6 +72,7 @@ def test_stages_and_other_candidates_are_heard(network):
     assert quiet[others].max() == 0 < quiet[chain]
 
 
+@pytest.mark.slow
 def test_ppo_trains_and_its_policy_is_saved_and_loaded(tmp_path):
     from safetensors.torch import save_file
 

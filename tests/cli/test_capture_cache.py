@@ -81,6 +81,7 @@ def test_old_entries_make_room(folder, monkeypatch):
     assert len(list(folder.iterdir())) == 3
 
 
+@pytest.mark.slow
 def test_a_second_command_captures_nothing_and_answers_the_same(capsys):
     words = [
         "place",

@@ -61,6 +61,7 @@ def test_a_session_and_the_next_one(words, tmp_path, capsys):
     assert len(read_runs("shared.runs.jsonl")) == 4 and "layers" not in (tmp_path / "shared.runs.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_runs_of_others_count(words, tmp_path, capsys):
     """What another session exported, of a model with other names: every step took twice what was priced."""
     elsewhere = [word.replace("layers=4", "layers=6").replace("lab", "theirs") for word in words]

@@ -16,6 +16,7 @@ from rlplace.problem import Problem
 from tests.cli.command import run
 
 
+@pytest.mark.slow
 def test_a_plan_for_one_batch_says_what_its_devices_bring(capsys, tmp_path):
     code, out, _ = run(
         capsys, "place", "zoo:inception", "--cluster", "a100-80g:2", "--batch", "16", "--granularity", "60", "--planner", "best"

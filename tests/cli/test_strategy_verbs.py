@@ -53,6 +53,7 @@ def test_simulate_gives_what_was_predicted(folder: Path, capsys: pytest.CaptureF
     assert "the plan is for 2 devices" in err
 
 
+@pytest.mark.slow
 def test_diff_says_which_words_differ(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = (rlplace.PlacementPlan.load(folder / f"{name}.plan.json") for name in "ab")
     code, out, _ = run(capsys, "diff", folder / "a.plan.json", folder / "b.plan.json", "--json")
@@ -79,6 +80,7 @@ def test_the_effect_of_a_word_is_that_of_the_strategy_with_it(
     assert word["effect_s"] == said["second"]["step_time_s"] - said["first"]["step_time_s"] < 0
 
 
+@pytest.mark.slow
 def test_diff_sets_a_strategy_beside_a_placement(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     placed = tmp_path / "p.plan.json"
     words = "--cluster a100-80g:2 --batch 4 --seq 32 --space placement --planner single --out".split()
@@ -99,6 +101,7 @@ def test_a_model_is_explained_by_the_strategy_that_place_answers(folder: Path, c
     assert "fullest device" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a", "b", "unlike"])
 def test_report_draws_the_step_that_was_predicted(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
@@ -155,6 +158,7 @@ def test_the_search_says_how_far_it_is_and_what_it_plans_for(capsys, monkeypatch
     assert "strategies simulated" not in run(capsys, "place", "zoo:mlp", "--cluster", "a100-80g:4", "--calls", "70")[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("space", ["auto", "placement"])
 def test_with_calls_and_a_seed_the_plan_is_the_same_to_the_bit(capsys, tmp_path, space):
     arguments = ("zoo:mlp", "--cluster", "a100-80g:4", "--space", space, "--calls", "150", "--seed", "3")

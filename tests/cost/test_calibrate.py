@@ -199,6 +199,7 @@ def timed(graph):
     return found
 
 
+@pytest.mark.slow
 def test_prediction_uses_measured_shapes_exactly(graph):
     found = timed(graph)
     table = calibrate([measurement(found)], KIND, by_model=False, holdout=0.0).table

@@ -142,6 +142,7 @@ def test_float32_convolutions_run_at_the_tf32_rate_and_products_do_not():
     assert explain_times(conv, without).seconds[0] > explain_times(gemm, without).seconds[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", [False, True])
 def test_tf32_is_as_pytorch_is_set_when_the_model_is_captured(on):
     layers = torch.nn.Conv2d(256, 256, 3, padding=1), torch.nn.Flatten(), torch.nn.Linear(256 * 16 * 16, 4096)

@@ -66,6 +66,7 @@ def test_an_update_passes_over_memory_once_for_each_line_of_its_formula():
     assert moved("sgd") == pytest.approx(3)
 
 
+@pytest.mark.slow
 def test_issuing_a_kernel_takes_no_longer_than_measured_steps_leave():
     """The times between marks are longer than whole steps without marks."""
     measurements = [Measurement.load(path) for path in sorted(ROWS.glob("*.measure.json"))]

@@ -283,6 +283,7 @@ def test_the_best_offered_move_never_ends_behind_the_uniform_start():
         assert infos[-1]["step_time_s"] <= search(asked, calls=200).uniform.step_s and min(rewards) >= 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1003, 1006, 1014, 1016, 1027])
 def test_the_best_offered_moves_lead_from_uniform_to_the_optimum(seed):
     """Where no strategy of one pipeline beats the end, by exhaustion."""

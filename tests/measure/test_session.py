@@ -57,6 +57,7 @@ def test_five_runs_end_near_the_best_of_the_truth(seed):
     assert left.strategy != plan.strategy and expected_s > 0
 
 
+@pytest.mark.slow
 def test_a_session_goes_on_where_it_ended(tmp_path):
     asked, path = question(), tmp_path / "a.runs.jsonl"
     plan, truth = planned(asked), Truth.drawn(asked, 5)
@@ -80,6 +81,7 @@ def runs_elsewhere(asked, factor):
     ]
 
 
+@pytest.mark.slow
 def test_a_session_begins_with_what_runs_elsewhere_tell():
     asked = question()
     plan, (run, _) = planned(asked), cluster_of(Truth.drawn(asked, 5))

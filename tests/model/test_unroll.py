@@ -90,6 +90,7 @@ MODELS = (  # several outputs of one op, two lists with a first layer of its own
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", MODELS)
 def test_transformers_are_the_same_array_by_array(monkeypatch, spec):
     model = load_model(spec, batch=2, seq=8)

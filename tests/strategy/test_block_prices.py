@@ -254,6 +254,7 @@ def test_borders(priced):
     assert (t5.passes(0, FOUR).sent_bytes[decoder] >= 2 * hidden).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "resnet"])
 def test_other_batch_sizes(name):
     """A price at a third size is that of the model captured at it."""

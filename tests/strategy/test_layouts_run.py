@@ -118,6 +118,7 @@ def test_what_is_priced_is_what_runs(spec):
             assert sent(spec, degree, sequence_parallel, dict(layout.modules)) == priced, (degree, sequence_parallel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_bytes_between_stages_are_those_that_are_priced(sequence_parallel):
     model, graph, facts = asked(MODELS[0].replace("n_layer=1", "n_layer=3"))

@@ -68,6 +68,7 @@ def test_the_figures_are_those_of_the_ops(asked):
             assert sum(ops.parts.values()) == pytest.approx(ops.step_time_s)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_op_by_op_is_not_announced(asked, monkeypatch):
     question, _, answer = asked
     best = OpLevel(question).checked(answer).ranked[0]
@@ -151,6 +152,7 @@ def test_the_answer_is_near_the_best_and_nothing_near_has_fewer_devices(seed: in
     assert len(chosen.draft.devices) <= fewest
 
 
+@pytest.mark.slow
 def test_a_simpler_plan_within_one_per_cent_is_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     loaded = load_model("hf:gpt2,n_layer=4,n_embd=256,n_head=4,vocab_size=1024", batch=8, seq=64)
     cluster = parse("a100-80g:2x8")
@@ -166,6 +168,7 @@ def test_a_simpler_plan_within_one_per_cent_is_the_answer(capsys: pytest.Capture
     assert f"which takes {1e3 * quickest.step_time_s:.3f} ms" in line and line.endswith(quickest.words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "wins"), [(0.995, False), (0.98, True)])
 def test_a_placement_wins_by_more_than_one_per_cent(share: float, wins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for less: it would be the harder one to run."""

@@ -23,6 +23,7 @@ def gpt2() -> tuple[nn.Module, dict]:
     return loaded.module, loaded.example_inputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "how"),
     [

@@ -81,6 +81,7 @@ def test_the_first_three_are_unlike(plan: rlplace.PlacementPlan) -> None:
     assert len(degrees) == 3
 
 
+@pytest.mark.slow
 def test_calls_make_it_the_same_every_time(plan: rlplace.PlacementPlan, gpt2: tuple[nn.Module, dict]) -> None:
     module, inputs = gpt2
     again = rlplace.place(module, CLUSTER, example_inputs=inputs, batch=32, calls=80, time_limit_s=None)
@@ -171,6 +172,7 @@ def test_rivals_are_named_with_their_reason(graph: OpGraph) -> None:
     assert alone == {"one device": None, **dict.fromkeys(KINDS[1:], "needs two devices")}
 
 
+@pytest.mark.slow
 def test_a_batch_curve_chooses_the_batch(gpt2: tuple[nn.Module, dict]) -> None:
     """Where epochs do not rise a larger batch wins, where they rise with the batch the smallest does."""
     module, inputs = gpt2

@@ -254,6 +254,7 @@ def test_few_calls_find_what_fits_a_tight_cluster(seed: int) -> None:
 
 # The first seven need exchanges of three blocks' choices, choices kept over a move, chunks where places merge, wider tensor
 # groups, a kind of device between two halves of another.
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 4, 97, 100, 143, 152, 197, *range(5, 13)])
 def test_no_strategy_is_quicker_than_the_answer(seed: int) -> None:
     asked = small_question(seed)

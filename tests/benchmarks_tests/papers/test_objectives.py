@@ -41,6 +41,7 @@ def edge_cut(nets, devices):
     return float(nets.fixed_s[devices[nets.source] != reader].sum())
 
 
+@pytest.mark.slow
 def test_cuts_are_no_larger_than_metis_at_equal_imbalance(compiler_graphs):
     """On METIS's own objective, the weight of cut edges, and on the seconds that are truly sent.
 

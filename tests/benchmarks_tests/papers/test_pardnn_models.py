@@ -42,6 +42,7 @@ def test_never_worse_than_critical_path_on_branchy_graphs(setting, seed):
         assert ours <= 1.05 * simulate(problem, baseline(problem, graph)).step_time_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["zoo:inception,blocks=3,image=64", "zoo:moe_toy"])
 @pytest.mark.parametrize("level", ["task", "op"])
 def test_never_worse_than_critical_path_on_captured_models(spec, level):
@@ -87,6 +88,7 @@ def deep_chain(batch):
     return Wrn(units=2, widening=2), (torch.zeros(batch, 3, 32, 32), torch.zeros(batch, dtype=torch.long))
 
 
+@pytest.mark.slow
 def test_speed_ups_follow_the_degree_of_parallelism():
     found, parallelism = [], []
     for kind in (wide_rnn, char_rnn, deep_chain):
@@ -103,6 +105,7 @@ def test_speed_ups_follow_the_degree_of_parallelism():
     assert min(parallelism[:2]) > 1.5 * parallelism[2]
 
 
+@pytest.mark.slow
 def test_the_largest_batch_grows_with_the_devices():
     at = step_of(wide_rnn)
 

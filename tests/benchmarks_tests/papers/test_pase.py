@@ -93,6 +93,7 @@ def test_inception_has_few_wide_layers_and_few_configurations():
     assert statistics(graph, 8).configurations == 30
 
 
+@pytest.mark.slow
 def test_published_strategies():
     rows = least_cost_strategy(alexnet(), 32).configurations
     assert rows[10:14] == ((1, 4, 8), (1, 8, 4), (1, 4, 8), (1, 4))

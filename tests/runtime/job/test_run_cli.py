@@ -87,6 +87,7 @@ def of_one(tmp_path, alone):
     return tmp_path / "one.plan.json"
 
 
+@pytest.mark.slow
 def test_other_cluster_and_changed_plan(of_one, capsys):
     def refusal(*options):
         assert main(["run", "--plan", str(of_one), "--device", "cpu", *options]) == 2

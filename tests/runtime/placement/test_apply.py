@@ -53,6 +53,7 @@ def test_random_devices_train_like_the_plain_model(sim, name):
     assert len({one.source for one in sim_device.copies if one.source != "cpu"}) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "awkward"])
 def test_smaller_last_batch_and_eval(sim, name):
     placed, reference, inputs, loss_of = place(name, sim(3))

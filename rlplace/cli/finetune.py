@@ -82,9 +82,18 @@ def run(options: FinetuneOptions) -> int:
 
 
 def _session(model: str, options: FinetuneOptions, log: Any) -> None:
+    """Runs a session; a process that is terminated ends the run in progress, too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        _runs(model, options, log)
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _runs(model: str, options: FinetuneOptions, log: Any) -> None:
+    """Runs strategies and prints what came of them."""
     from rlplace.measure.session import Session, launcher, local_command
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run in progress is ended, too
     machine = machine_of(options.cluster)
     command = options.launch or local_command(machine, options.device)
     launch = launcher(command, machine, timeout_s=options.timeout)

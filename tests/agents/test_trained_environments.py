@@ -88,6 +88,7 @@ def test_a_policy_is_trained_cut_and_resumed(toy, tiny, tmp_path, monkeypatch, e
     assert not torch.equal(loaded.network.score[0].weight, first["score.0.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", [STRATEGY, CLUSTER])
 def test_the_shipped_policy_is_trained_and_places_nothing(tiny, tmp_path, environment):
     assert trained(tmp_path / "run", tiny, environment.removeprefix("rlplace/"), steps=32) == 32

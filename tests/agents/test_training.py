@@ -121,6 +121,7 @@ def cut_within_files(patch, calls):
     patch.setattr(checkpoint, "write_files", write)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", ["save_state", "save_checkpoint", "card_of"])
 def test_cut_while_it_saves(tmp_path, tiny, monkeypatch, write):
     """Between two files of a run folder: one of the two is enough to go on from exactly."""

@@ -120,6 +120,7 @@ def test_a_step_of_several_passes_is_as_many_times_its_forward_and_backward():
     assert simulate(unseen.repeated(problem, 1), alone).step_time_s == step_s
 
 
+@pytest.mark.slow
 def test_a_policy_of_the_zoo_plays_again_as_its_row_says():
     from safetensors.torch import load_file
 
@@ -146,6 +147,7 @@ def test_a_policy_of_the_zoo_plays_again_as_its_row_says():
     assert over == pytest.approx(rows["Toy", "maskable_ppo", 0]["over"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_shipped_network_still_builds_the_plans_of_a_row():
     from rlplace.agents.checkpoint import load_checkpoint
     from rlplace.agents.problems.training import training_case

@@ -1,6 +1,7 @@
 """``rlplace finetune``: sessions with a command that stands for a cluster, and one with a real torchrun."""
 
 import json
+import signal
 import sys
 
 import pytest
@@ -81,8 +82,10 @@ def test_runs_of_others_count(words, tmp_path, capsys):
 
 
 def test_where_nothing_works(words, capsys):
+    before = signal.getsignal(signal.SIGTERM)
     code, _, err = command(capsys, *[word.replace("worker.py", "nothing.py") for word in words], "--runs", "2")
     assert code == 3 and "none of 2 strategies worked" in err.splitlines()[-1]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ def memory(capsys, *arguments):
     return json.loads(out)["predicted"]["memory"]
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_per_device(capsys):
     code, out, _ = run(capsys, *PLACE, "--memory")
     assert code == 0
@@ -60,6 +61,7 @@ def test_options_of_the_script_change_the_answer(capsys):
     assert wide[0]["reserved_peak_bytes"] - plain[0]["reserved_peak_bytes"] == 20 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [("--autocast", "bf16"), ("--dtype", "bf16", "--master-weights")])
 def test_mixed_precision_options_reach_the_capture(capsys, options):
     code, out, err = run(capsys, *PLACE, "--json", *options)

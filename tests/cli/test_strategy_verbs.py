@@ -144,6 +144,7 @@ def test_compare_asks_strategies_and_planners_for_the_same_step(capsys: pytest.C
     assert (rows["data parallel"]["replicas"], rows["tensor parallel"]["status"]) == (2, "ok")
 
 
+@pytest.mark.slow
 def test_the_search_says_how_far_it_is_and_what_it_plans_for(capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     code, _, err = run(capsys, "place", "zoo:mlp", "--calls", "70")

@@ -237,6 +237,7 @@ def test_by_hand(optimizer, expected):
     assert (found - reserved).tolist() == expected
 
 
+@pytest.mark.slow
 def test_place_says_when_only_the_update_does_not_fit(capsys, tmp_path):
     """134 M parameters in float32: 2.1 GB resident with Adam, 2.7 in a foreach update, on a card of 3 GB with 0.7 reserved."""
     path = tmp_path / "small.toml"

@@ -53,6 +53,7 @@ def replayed(module, inputs, **options):
     return sum(size for part, size in item.parts.items() if part not in OUTSIDE), graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", MODELS, ids=lambda spec: spec.partition(",")[0])
 def test_peak_of_a_step(spec):
     """Within 3 %: transformers makes an attention mask when it is traced, and none when it runs; otherwise it is exact."""
@@ -110,6 +111,7 @@ def test_autocast_follows_the_list_of_the_device(method):
         assert torch.zeros(2, 2, dtype=torch.bfloat16).softmax(-1).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_model_that_checkpoints_itself(reentrant):
     spec = "hf:gpt2,n_layer=4,n_embd=128,n_head=4,vocab_size=1000"  # with dropout: the second forward must be like the first

@@ -163,6 +163,7 @@ def test_what_space_and_runtime_refuse_is_illegal():
         env.step(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["uniform", "floor", "random"])
 def test_rewards_add_up_to_the_log_of_what_was_won(start):
     asked = [ROOMY, UNLIKE, TIGHT]

@@ -93,6 +93,7 @@ def test_a_session_begins_with_what_runs_elsewhere_tell():
     assert session.belief.elsewhere == others and len(session.belief.observations) == 1
 
 
+@pytest.mark.slow
 def test_runs_that_tell_nothing_of_a_cluster_are_refused():
     asked, mixed = question(), question(0, "a100-80g:2+t4:2")
     runs = runs_elsewhere(asked, 1.2)

@@ -133,6 +133,7 @@ def graphs():
 """
 
 
+@pytest.mark.slow
 def test_a_function_whose_samples_cannot_be_cut_is_planned_as_one_micro_batch(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "graphs.py").write_text(GRAPHS)

@@ -56,6 +56,7 @@ def test_a_step_of(text):
     assert any(p.grad is not None and p.grad.abs().max() > 0 for p in model.module.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "asked", "method"),
     [

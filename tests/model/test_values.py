@@ -215,6 +215,7 @@ def test_lists_of_images_are_planned_as_one_batch_or_refused_with_what_to_do():
     assert plan.strategy is None and plan.predicted.step_time_s > 0
 
 
+@pytest.mark.slow
 def test_a_plan_by_modules_is_captured_so_again(tmp_path):
     path = tmp_path / "p.plan.json"
     assert (

@@ -244,6 +244,7 @@ def step(problem, planner="dlplacer", **options):
     return get_planner(planner)(problem, **options).predicted.step_time_s
 
 
+@pytest.mark.slow
 def test_branches_gain_on_two_devices_and_little_more_on_four():
     single = step(inception_like(2), "single")
     two = get_planner("dlplacer")(inception_like(2))

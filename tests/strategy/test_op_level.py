@@ -137,6 +137,7 @@ def test_how_much_runs_again_is_no_matter() -> None:
     assert simpler([some], more, 1.0) == simpler([more], some, 1.0) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_the_answer_is_near_the_best_and_nothing_near_has_fewer_devices(seed: int) -> None:
     cluster = Cluster.preset("a100-80g:4")

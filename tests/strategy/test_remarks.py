@@ -52,6 +52,7 @@ def test_which_kinds_have_no_bfloat16() -> None:
     assert {name for name, kind in KINDS.items() if "bfloat16" not in kind.peak_flops} == {"v100", "t4", "titan-rtx"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["dtype", "autocast"])
 def test_the_answer_says_what_fp16_takes(option: str) -> None:
     """As much as the model in_bf16 in fp16 takes with the same strategy."""
@@ -147,6 +148,7 @@ def test_what_runs_again_is_not_kept(gpt2: tuple[nn.Module, rlplace.OpGraph]) ->
     assert full.parts["weights"] == pytest.approx(none.parts["weights"], abs=64)
 
 
+@pytest.mark.slow
 def test_memory_does_not_change_the_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["place", TINY, "--cluster", "a100-80g:4", "--seq", "32", "--batch", "16", "--calls", "40"]
     assert main([*words, "--out", str(tmp_path / "x.plan.json")]) == 0

@@ -65,6 +65,7 @@ def test_cuts_are_no_larger_than_metis_at_equal_imbalance(compiler_graphs):
         assert sent.cut_s <= sent_seconds(problem, part) * (1 + 1e-9), problem.name
 
 
+@pytest.mark.slow
 def test_combined_objective_beats_cut_and_balance_alone(compiler_graphs):
     """Simulated makespan on all four devices; every objective may choose among the same bands and imbalances."""
     wins = []

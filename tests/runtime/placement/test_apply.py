@@ -107,6 +107,7 @@ def test_a_placed_module_is_not_deep_copied(sim):
     assert placed(batch, 2.0)["score"].shape == (2, 1)  # another signature is still exported
 
 
+@pytest.mark.slow
 def test_autocast_is_that_of_the_call(sim):
     placed, reference, inputs, loss_of = place("bert", sim(2))
     with torch.autocast("cpu", dtype=torch.bfloat16):

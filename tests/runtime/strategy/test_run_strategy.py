@@ -138,6 +138,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "reason"), OTHERS)
 def test_what_other_verbs_cannot_do(refused, tmp_path, monkeypatch, words, reason):
     monkeypatch.chdir(tmp_path)

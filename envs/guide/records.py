@@ -15,6 +15,7 @@ from rlplace.placement.common.groupgraph import GroupGraph, finite_links
 from rlplace.placement.common.oparrays import op_arrays
 from rlplace.problem import Problem
 from rlplace.problem.order import grouped
+from rlplace.simulator.lowering import frozen_array
 
 BINS = 64
 """Parts that the step is divided into."""
@@ -210,9 +211,7 @@ def _frozen(name: str, value: Any) -> Any:
         dtype = np.float64
     else:
         dtype = np.int64 if name.endswith(_WIDE) else np.int32
-    frozen = np.ascontiguousarray(value, dtype=dtype).view()
-    frozen.setflags(write=False)
-    return frozen
+    return frozen_array(value, dtype)
 
 
 def make_view(tables: AnalysisTables) -> View:

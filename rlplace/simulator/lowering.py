@@ -80,7 +80,7 @@ class Lowered:
 def compiled_priority(problem: Problem) -> NDArray[np.float64]:
     """Computes `reference_priority`, quicker: float64 [N], read-only."""
     mean_s = sum(np.nan_to_num(problem.time_s, nan=0.0).T) / problem.op_allowed.sum(axis=1)  # from left to right
-    return _frozen(mean_s + longest_ways(problem, mean_s.tolist(), backwards=True), np.float64)
+    return frozen_array(mean_s + longest_ways(problem, mean_s.tolist(), backwards=True), np.float64)
 
 
 def compiled_ranks(problem: Problem, priority: NDArray[np.float64] | None = None) -> NDArray[np.uint32]:
@@ -154,7 +154,7 @@ def lower(problem: Problem) -> Lowered:
         layout=np.concatenate([[0], np.cumsum([len(part) for part in lists]), [width]]),
     )
     dtypes = Graph(np.float64, r.TASK, r.READER, r.PAIR, np.float64, np.int64, np.uint32, np.int64)
-    frozen = Graph(*(_frozen(array, dtype) for array, dtype in zip(graph, dtypes, strict=True)))
+    frozen = Graph(*(frozen_array(array, dtype) for array, dtype in zip(graph, dtypes, strict=True)))
     value = np.zeros(problem.num_tensors + 1, dtype=r.VALUE)
     table = np.full(problem.num_tensors, -1, dtype=np.int32)
     table[overrides] = np.arange(len(overrides))
@@ -185,7 +185,7 @@ def _channels(problem: Problem) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any
     return pair, channels, starts[devices * devices :], len(names), max([1, *(len(row) for row in rows)])
 
 
-def _frozen(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
+def frozen_array(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
     """Returns a contiguous read-only view or copy: one array type for the compiler, whatever the problem was built from."""
     frozen = np.ascontiguousarray(array, dtype=dtype).view()
     frozen.setflags(write=False)

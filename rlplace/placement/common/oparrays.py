@@ -16,6 +16,7 @@ from rlplace.placement.common import listkernels
 from rlplace.placement.common.groupgraph import finite_links, finite_mean, group_graph, mean_transfer_s
 from rlplace.problem import Problem
 from rlplace.problem.order import grouped
+from rlplace.simulator.lowering import frozen_array
 
 
 class OpArrays(NamedTuple):
@@ -132,6 +133,4 @@ def _frozen(name: str, value: Any) -> Any:
         return value
     wide = name.endswith("_ptr") or name in ("footprint", "num_made_inputs")
     dtype = np.float64 if value.dtype.kind == "f" else np.int64 if wide else np.int32
-    frozen = np.ascontiguousarray(value, dtype=dtype).view()
-    frozen.setflags(write=False)
-    return frozen
+    return frozen_array(value, dtype)

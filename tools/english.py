@@ -36,14 +36,13 @@ PHRASES = {
 
 NOUNS = set(
     """
-    actions always arguments arrays assignments axes bands bias buffers bytes candidates channels choices classes coefficients
-    collectives constants cores curves devices digests dimensions drafts edges entries epochs episodes errors
-    factors figures flops
-    gradients heuristics hops ids indices inputs its kernels kinds lanes lines logits losses micro-batches milliseconds modules
-    neighbours nets nodes numbers offsets ops options outputs parameters parts paths planners positions prefixes
-    processes readers
-    reasons representatives rows seconds sentences shapes sizes something stages storages successors temporaries tensors texts
-    this ticks tokens torch's types units values versions waves ways weights
+    actions always arguments arrays assignments axes bands bias buffers bytes candidates channels choices classes
+    coefficients collectives constants cores curves devices digests dimensions drafts edges entries epochs episodes
+    errors factors figures flops gradients heuristics hops ids indices inputs its kernels kinds lanes lines logits
+    losses micro-batches milliseconds modules neighbours nets nodes numbers offsets ops options outputs parameters parts
+    paths planners positions prefixes processes readers reasons representatives rows seconds sentences shapes sizes
+    something stages storages successors temporaries tensors texts this ticks tokens torch's types units values versions
+    waves ways weights
     """.split()
 )
 """Words in -s that are no verbs, though a docstring of a function has begun with them."""

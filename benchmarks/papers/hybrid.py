@@ -12,7 +12,6 @@ all bounds, or where epochs double with every doubling.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 import rlplace
+from benchmarks.harness import arguments, markdown
 from rlplace.cluster.parse import parse
 from rlplace.strategy.search.plan import ask
 from rlplace.strategy.search.search import search
@@ -67,16 +67,15 @@ def algebra() -> None:
     """Gains by batch, and the batch that each published figure needs."""
     columns = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, math.inf)
     names = ["model", "SU of two", "hybrids win from x =", *(f"x = {x:g}" for x in columns), "published", "needs x ="]
-    print(f"| {' | '.join(names)} |")
-    print("|---" * (len(columns) + 5) + "|")
+    rows = []
     for name, said in PAPER.items():
         for speedup in (said.speedup - 0.05, said.speedup, said.speedup + 0.05):
             own = speedup == said.speedup
             row = [name if own else "", f"{speedup:.2f}", f"{batch_for(speedup, 0.0):.2f}"]
             row += [f"{gain(speedup, x):+.1%}" for x in columns]
             needed = f"{batch_for(speedup, said.gain):.1f}" if speedup - 1 >= said.gain - 1e-12 else "never"
-            row += [f"{said.gain:.1%}" if own else "", needed]
-            print("| " + " | ".join(row) + " |")
+            rows.append([*row, f"{said.gain:.1%}" if own else "", needed])
+    print(markdown(names, rows))
 
 
 class Gnmt(nn.Module):
@@ -162,8 +161,7 @@ PLANNERS = ("dlplacer", "best")
 
 def measured(cluster: str, limit_s: float) -> None:
     """Prints the speed-up of two devices over one on our graphs, by our cost model."""
-    print(f"\n| model on {cluster} | ops | one device ms | " + " | ".join(PLANNERS) + " | pipeline of two | published |")
-    print("|---" * (len(PLANNERS) + 5) + "|")
+    print("\n" + markdown([f"model on {cluster}", "ops", "one device ms", *PLANNERS, "pipeline of two", "published"], []))
     for name, (make, batch) in MODELS.items():
         graphs = [rlplace.capture(module, inputs, loss=loss) for module, inputs, loss in (make(batch), make(batch // 8))]
         problem = rlplace.price(graphs[0], cluster)
@@ -177,16 +175,13 @@ def measured(cluster: str, limit_s: float) -> None:
         print(f"| {' | '.join(row)} |", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algebra", action="store_true")
-    parser.add_argument("--cluster", default="v100:2", help="two devices")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of each planner")
-    options = parser.parse_args()
+if __name__ == "__main__":
+    options = arguments(
+        __doc__,
+        algebra="what follows from the paper's inputs alone",
+        cluster=("v100:2", "two devices"),
+        time_limit=(60.0, "seconds of each planner"),
+    )
     algebra()
     if not options.algebra:
         measured(options.cluster, options.time_limit)
-
-
-if __name__ == "__main__":
-    main()

@@ -14,8 +14,8 @@ from benchmarks import anytime, built, equality, faults, runs, runs_emulated, ty
 from benchmarks.agent import tables
 from benchmarks.agent.store import Store
 from benchmarks.harness import ROOT, read_rows
-from benchmarks.papers.compiler import unseen
-from benchmarks.papers.pardnn import study
+from benchmarks.papers import compiler
+from benchmarks.papers.pardnn import __main__ as study
 from benchmarks.papers.pardnn.real import MODELS
 
 
@@ -59,7 +59,7 @@ PAGES = {
     "baselines": ("docs/agent/baselines.md", zoo.table),
     "time limits": ("benchmarks/agent/BUILT.md", anytime.table),
     "built plans": ("benchmarks/agent/BUILT.md", built.table),
-    "compiler": ("benchmarks/papers/compiler.md", unseen.table),
+    "compiler": ("benchmarks/papers/compiler.md", compiler.table),
     **{f"pardnn {n}": ("benchmarks/papers/pardnn.md", lambda n=n: study.tables()[n]) for n in range(3)},
     "agent, by the clock": ("benchmarks/RESULTS.md", lambda: agent_tables("", ["1 s", "5 s"])[0]),
     "agent, by calls": ("benchmarks/RESULTS.md", lambda: agent_tables("", CALLS)[0]),
@@ -99,11 +99,11 @@ def test_the_rows_of_papers_are_whole():
     """Thirty-six graphs in one pass and in eight; one of them is planned again."""
     rows = {(row["model"], row["larger"]) for row in read_rows(study.ROWS)}
     assert rows == {(name, larger) for name in MODELS for larger in (False, True)}
-    made, rows = dict(unseen.graphs()), {(row["graph"], row["passes"]): row for row in read_rows(unseen.ROWS)}
+    made, rows = dict(compiler.graphs()), {(row["graph"], row["passes"]): row for row in read_rows(compiler.ROWS)}
     assert len(made) >= 30 and set(rows) == {(name, passes) for name in made for passes in (1, 8)}
     name = "chain 100 groups, training"
     for passes in (1, 8):
-        planned = unseen.plan(unseen.repeated(made[name](), passes) if passes > 1 else made[name]())
+        planned = compiler.plan(compiler.repeated(made[name](), passes) if passes > 1 else made[name]())
         assert planned == pytest.approx({key: rows[name, passes][key] for key in planned})
 
 
@@ -113,11 +113,11 @@ def test_a_step_of_several_passes_is_as_many_times_its_forward_and_backward():
     from rlplace.simulator import simulate
 
     problem = random_problem(5, 12, 2, shared_parameters=2)
-    again, alone = unseen.repeated(problem, 3), [0] * 12
+    again, alone = compiler.repeated(problem, 3), [0] * 12
     update_s = problem.time_s[problem.op_phase == UPDATE, 0].sum()
     step_s = simulate(problem, alone).step_time_s
     assert simulate(again, alone).step_time_s == pytest.approx(3 * (step_s - update_s) + update_s)
-    assert simulate(unseen.repeated(problem, 1), alone).step_time_s == step_s
+    assert simulate(compiler.repeated(problem, 1), alone).step_time_s == step_s
 
 
 @pytest.mark.slow

@@ -299,13 +299,13 @@ class Transformer(Builder):
         return self.product("ffn", "blf,fe->ble", [self.product("ffn", "ble,ef->blf", [x], pointwise=2)])
 
 
-def transformer(batch: int = 64, *, name: str = "transformer", e: int = 512, f: int = 2048, h: int = 8) -> LayerGraph:
+def transformer(batch: int = 64) -> LayerGraph:
     """Builds the base Transformer, 6 encoder and 6 decoder layers normalised after each residual sum: 204 layers.
 
     Attention to the encoder stacks its inputs first, and key and value, being the same tensor, are stacked from one. Reading
     several of the split projections is charged once.
     """
-    net = Transformer(name, batch, e, f, h)
+    net = Transformer("transformer", batch, e=512, f=2048, h=8)
     encoded = net.embed()
     for _ in range(6):
         encoded = net.residual(encoded, net.attend(encoded))
@@ -322,6 +322,5 @@ def transformer(batch: int = 64, *, name: str = "transformer", e: int = 512, f: 
 
 NETWORKS: dict[str, Callable[[], LayerGraph]] = {
     "alexnet": alexnet, "inception_v3": inception_v3, "resnet101": resnet101, "rnnlm": rnnlm, "transformer": transformer,
-    "transformer_large": lambda: transformer(name="transformer_large", e=1024, f=4096, h=16),
 }  # fmt: skip
 """By name, with the paper's batch."""

@@ -1,11 +1,23 @@
-"""The strategy of least cost of a layer graph, by the dynamic program that splits blocks in the product."""
+"""The strategy of least cost of a layer graph, by the dynamic program that splits blocks in the product; data parallelism."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import NamedTuple
 
-from benchmarks.papers.pase.graph import LayerGraph, Machine, Strategy, configurations, cost_tables
+from benchmarks.papers.pase.graph import (
+    Configuration,
+    Layer,
+    LayerGraph,
+    Machine,
+    Strategy,
+    configurations,
+    cost_tables,
+    cuts,
+    strategy_cost,
+    strategy_of,
+)
 from rlplace.errors import InputError
 from rlplace.strategy.layouts.cut_moves import eliminate
 
@@ -57,3 +69,14 @@ def least_cost_strategy(graph: LayerGraph, devices: int, *, machine: Machine | N
         )
     tables = cost_tables(graph, devices, machine or Machine())
     return tables.strategy(graph, eliminate(tables.layer_flop, graph.ends, tables.edge_flop))
+
+
+def data_parallel(graph: LayerGraph, devices: int, *, machine: Machine | None = None) -> Strategy:
+    """Cuts every layer's batch over all devices; layers without that dimension stay whole."""
+    rows = [nearest(graph, layer, devices, {"b": devices}) for layer in graph.layers]
+    return strategy_of(graph, rows, strategy_cost(graph, rows, machine or Machine()))
+
+
+def nearest(graph: LayerGraph, layer: Layer, devices: int, wanted: Mapping[str, int]) -> Configuration:
+    """Finds the legal configuration nearest to what is wanted, from below."""
+    return tuple(max(cuts(dim, min(devices, wanted.get(dim.name, 1)), graph.smallest_part)) for dim in layer.dims)

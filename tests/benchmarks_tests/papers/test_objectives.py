@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.papers.compiler.objectives import OBJECTIVES, edge_nets, partitions
+from benchmarks.papers.compiler import OBJECTIVES, edge_nets, partitions
 from rlplace.placement.common.groupgraph import group_graph, mean_link
 from rlplace.placement.metis import metis_partition
 from rlplace.placement.published.compiler import partition

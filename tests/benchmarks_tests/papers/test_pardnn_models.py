@@ -9,7 +9,6 @@ import torch
 
 import rlplace
 from benchmarks.papers.pardnn.baselines import critical_path_first, linear_clustering, measures
-from benchmarks.papers.pardnn.fifo import fifo
 from benchmarks.papers.pardnn.real import MODELS, CharCrn, WordRnn, Wrn, make
 from rlplace.cost.foreign import with_host
 from rlplace.errors import InfeasibleError
@@ -18,10 +17,8 @@ from rlplace.placement import get_planner
 from rlplace.placement.published.pardnn import place_clusters
 from rlplace.placement.published.pardnn.nodegraph import op_graph
 from rlplace.placement.published.pardnn.slicing import slice_graph
-from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
-from tests.placement import test_pardnn as planner
 from tests.toys import pardnn_example
 
 BRANCHY = [{}, {"hosts": 2}, {"comm_ratio": 3.0}, {"width": 12}]
@@ -135,22 +132,6 @@ def test_models_are_those_of_the_paper():
     assert found["Word-RNN"] * 1e9 == layers * ((width + hidden) * 4 * hidden + 4 * hidden) + 17_000 * (2 * hidden + 1)
 
 
-def test_fifo_emulator():
-    problem = pardnn_example()
-    run = fifo(problem, np.zeros(17, dtype=np.int32))
-    assert run.end_s.max() == 17.0 and len(run.transfer_tensor) == 0
-    apart = np.array([name in "CGJKH" for name in planner.NAMES], dtype=np.int32)
-    assert fifo(problem, apart).end_s.max() == 13.0
-    # b is ready after c on device 1 and has to wait, though its way to the end is longer.
-    tensors = [TensorSpec(0, 1, [1]), TensorSpec(1, 1, [3])]
-    late = build_problem("late", time_s=[[2.0] * 2, [1.0] * 2, [4.0] * 2, [1.0] * 2], tensors=tensors, memory_bytes=[None] * 2)
-    run = fifo(late, np.array([0, 1, 1, 1], dtype=np.int32))
-    assert run.start_s.tolist() == [0.0, 4.0, 0.0, 5.0]
-    assert run.transfer_end_s.tolist() == [3.0]
-    graph = op_graph(problem, [0, 1])
+def test_measures_of_the_papers_example():
+    graph = op_graph(pardnn_example(), [0, 1])
     assert (measures(graph).parallelism, measures(graph).communication_ratio) == (17 / 8, 24 / 17)
-
-
-@pytest.mark.parametrize("case", range(3))
-def test_h1_holds_under_the_papers_executor(case):
-    planner.test_h1_stays_within_nine_tenths_at_every_event_and_moves_few_nodes(case, fifo)

@@ -1,42 +1,42 @@
-"""The compiler's partition and its assistants on 36 graphs that no setting was chosen on.
+"""The compiler's partition on 36 graphs that no setting was chosen on, beside METIS, the cut alone and equal loads alone.
 
-    python -m benchmarks.papers.compiler.unseen [--part 0/2]     plans all (or every second one), rows are added to unseen.jsonl
-    python -m benchmarks.papers.compiler.unseen --table          the tables of the docs
+    python -m benchmarks.papers.compiler [--part 0/2]     plans all (or every second one), rows are added to compiler.jsonl
+    python -m benchmarks.papers.compiler --table          the table of the docs
 
 Twenty generated graphs, of shapes and seeds that the settings were not chosen with, and sixteen captured models at batch 32 and
 128 positions, at most 120 groups, on four A100 with NVLink; as one pass, and as eight passes that add gradients up before one
 update. Rivals choose among five METIS cuts of the group graph (edges in bytes, loads within 3 %), and among cuts without a
-limit and equal loads alone of the planner's own bands. Assistants take late ops only, their clean claim: at planned times, and
-where every op takes up to 30 % more or less (three seeds).
+limit and equal loads alone of the planner's own bands.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import rlplace
 from benchmarks.harness import add_row, arguments, geometric, markdown, missing, one_thread, read_rows
-from benchmarks.papers.compiler.assist import simulate_assisted
-from benchmarks.papers.compiler.movable import movable
-from benchmarks.papers.compiler.objectives import partitions
 from rlplace.model.zoo.load import load_model
 from rlplace.placement import get_planner
+from rlplace.placement.common.evaluate import Assignment
 from rlplace.placement.common.groupgraph import group_graph
 from rlplace.placement.metis import metis_partition
+from rlplace.placement.published.compiler import LARGE_GROUPS, Partitioner, balances, family
+from rlplace.placement.published.compiler.nets import Nets
 from rlplace.problem import UPDATE, Problem
 from rlplace.problem.build import tensor_fields
 from rlplace.problem.generate import random_problem
-from rlplace.simulator import default_priority, simulate
+from rlplace.simulator import simulate
 from rlplace.stats import wins_ties_losses
 
 ROWS = Path(__file__).with_suffix(".jsonl")
-PASSES, DRIFTS, SPREAD = (1, 8), 3, 0.3
+PASSES = (1, 8)
 MODELS = (
     "hf:bert,num_hidden_layers=4", "hf:t5,num_layers=3", "hf:vit,num_hidden_layers=4", "hf:resnet",
     "hf:bart,encoder_layers=3,decoder_layers=3", "hf:albert,num_hidden_layers=4", "hf:convnext", "hf:swin",
@@ -113,28 +113,45 @@ def plan(problem: Problem) -> dict[str, float]:
     return {"one_s": one_s, "compiler_s": planned, **{f"{name}_s": step_s for name, step_s in found.items()}}
 
 
-def assist(problem: Problem) -> dict[str, Any]:
-    """Returns late ops only: what assistants do at planned times, and what they recover where ops drift."""
-    made = get_planner("compiler")(problem)
-    planned_s, devices = made.predicted.step_time_s, made.device_of_group
-    ways = {name: movable(problem, devices, move_weights=moves) for name, moves in (("weights", True), ("no weights", False))}
-    calm = {
-        name: simulate_assisted(problem, made, movable=may, move_weights=name == "weights").step_time_s
-        for name, may in ways.items()
-    }
-    rows = []
-    for seed in range(DRIFTS):
-        factor = np.random.default_rng(seed).uniform(1 - SPREAD, 1 + SPREAD, problem.num_ops)
-        actual = problem.time_s * factor[:, None]
-        really = dataclasses.replace(problem, time_s=actual)
-        stale_s = simulate(really, devices, priority=default_priority(problem)).step_time_s
-        anew_s = min(stale_s, get_planner("compiler")(really).predicted.step_time_s)
-        assisted = [
-            simulate_assisted(problem, made, movable=may, move_weights=name == "weights", actual_time_s=actual).step_time_s
-            for name, may in ways.items()
-        ]
-        rows.append([stale_s, anew_s, *assisted])
-    return {"planned_s": planned_s, "calm_s": list(calm.values()), "drift_s": rows}
+OBJECTIVES = ("combined", "cut", "balance")
+"""Least traffic under balance; least traffic whatever the loads; equal loads whatever the traffic."""
+
+
+def partitions(problem: Problem, devices: Sequence[int], objective: str) -> Iterator[Assignment]:
+    """Yields the planner's partitions on given devices, or those of another objective with the same bands and imbalances."""
+    if objective == "combined":
+        yield from family(problem, devices)
+        return
+    starts = 0 if problem.num_groups > LARGE_GROUPS else 2
+    for bands, eps in balances(problem.num_groups, len(devices)):
+        partitioner = Partitioner(problem, list(devices), eps, bands, grown=starts)
+        if objective == "balance":
+            yield partitioner.partition_of(partitioner.legal(longest_first(partitioner))).device_of_group
+        else:
+            partitioner.limit[:] = np.inf
+            yield partitioner.best(np.random.default_rng(0)).device_of_group
+
+
+def longest_first(partitioner: Partitioner) -> NDArray[np.int32]:
+    """Places longest first, each on the device with memory for it that then has the least load in its band: int32 [G]."""
+    level = partitioner.level
+    load, used = np.zeros(partitioner.limit.shape), np.zeros(len(partitioner.row))
+    part = np.zeros(len(level.band), dtype=np.int32)
+    total = np.where(np.isfinite(level.time_s), level.time_s, 0.0).sum(axis=1)
+    for vertex in np.argsort(-total, kind="stable"):
+        after = load[:, level.band[vertex]] + level.time_s[vertex]
+        full = used + level.footprint_bytes[vertex] > partitioner.room
+        device = part[vertex] = np.lexsort((after, full, np.isinf(after)))[0]
+        load[device, level.band[vertex]] = after[device]
+        used[device] += level.footprint_bytes[vertex]
+    return part
+
+
+def edge_nets(problem: Problem, link: tuple[float, float]) -> Nets:
+    """Makes a net of every edge of the group graph, worth its seconds on a link of that latency and seconds per byte."""
+    graph = group_graph(problem)
+    seconds, zero = graph.edge_s(*link), np.zeros(len(graph.source))
+    return Nets(graph.source, np.arange(len(zero) + 1, dtype=np.int64), graph.target, zero, zero.copy(), seconds)
 
 
 RIVALS = {"one_s": "one device", "metis_s": "METIS", "cut_s": "cut", "balance_s": "balance"}
@@ -149,22 +166,6 @@ def table() -> str:
     return markdown(["passes", "rival", "mean", "better", "equal", "worse", "worst"], lines)
 
 
-def recovered() -> Iterator[str]:
-    """Yields what assistants make of drifting ops, with weights and without."""
-    own = [row for row in read_rows(ROWS) if "drift_s" in row]
-    for column, name in enumerate(("with weights", "without weights")):
-        calm = max(abs(row["calm_s"][column] / row["planned_s"] - 1) for row in own)
-        each = np.array([np.mean(row["drift_s"], axis=0) / row["planned_s"] for row in own])
-        stale, anew, assisted = each[:, 0], each[:, 1], each[:, 2 + column]
-        gap = stale - anew > 1e-3
-        share = (stale - assisted)[gap] / (stale - anew)[gap]
-        yield (
-            f"assistants {name}: at planned times {100 * calm:.4f} % off at most; {int(gap.sum())} of {len(own)} graphs have "
-            f"a gap to recover, of which {np.median(share):.0%} in the median, over half on {int((share > 0.5).sum())}; "
-            f"slower than the stale plan on {int((assisted > stale * 1.001).sum())}"
-        )
-
-
 def chosen(part: str) -> list[tuple[str, Callable[[], Problem]]]:
     """Lists every N-th graph from the I-th on, by I/N."""
     first, step = map(int, part.split("/"))
@@ -173,11 +174,10 @@ def chosen(part: str) -> list[tuple[str, Callable[[], Problem]]]:
 
 if __name__ == "__main__":
     one_thread()
-    options = arguments(__doc__, table="only the tables", part=("0/1", "I/N: every N-th graph from the I-th on"))
+    options = arguments(__doc__, table="only the table", part=("0/1", "I/N: every N-th graph from the I-th on"))
     for name, make in () if options.table else chosen(options.part):
         problem = make()
         for _, passes in missing(ROWS, [(name, passes) for passes in PASSES], "graph", "passes"):
             planned = plan(repeated(problem, passes) if passes > 1 else problem)
-            drifting = assist(problem) if passes == 1 else {}
-            add_row(ROWS, {"graph": name, "passes": passes, "groups": problem.num_groups, **planned, **drifting})
-    print("\n".join([table(), *recovered()]))
+            add_row(ROWS, {"graph": name, "passes": passes, "groups": problem.num_groups, **planned})
+    print(table())

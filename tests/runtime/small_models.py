@@ -33,7 +33,7 @@ _WIDTH = {"hidden_size": 32, "intermediate_size": 64}
 def gpt2(dropout=0.0, **sizes):
     sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 64, **sizes}
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    return _of_transformers("GPT2", "LMHeadModel", _text, **sizes, **rates, bos_token_id=0, eos_token_id=0, use_cache=False)
+    return _of_transformers("GPT2", "LMHeadModel", _text, **sizes, **rates, bos_token_id=0, eos_token_id=0)
 
 
 def bert():
@@ -44,17 +44,17 @@ def bert():
 
 def llama(layers=1, kv_heads=2):
     heads = {"num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": kv_heads}
-    return _of_transformers("Llama", "ForCausalLM", _text, **_WIDTH, **heads, vocab_size=64, use_cache=False)
+    return _of_transformers("Llama", "ForCausalLM", _text, **_WIDTH, **heads, vocab_size=64)
 
 
 def mixtral():
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
-    return _of_transformers("Mixtral", "ForCausalLM", _text, **_WIDTH, **sizes, vocab_size=64, use_cache=False)
+    return _of_transformers("Mixtral", "ForCausalLM", _text, **_WIDTH, **sizes, vocab_size=64)
 
 
 def t5(layers=1, heads=2):
     sizes = {"d_model": 32, "d_ff": 64, "num_layers": layers, "num_heads": heads, "d_kv": 32 // heads, "vocab_size": 64}
-    options = {"dropout_rate": 0.0, "decoder_start_token_id": 0, "use_cache": False}
+    options = {"dropout_rate": 0.0, "decoder_start_token_id": 0}
     return _of_transformers("T5", "ForConditionalGeneration", _text, **sizes, **options)
 
 

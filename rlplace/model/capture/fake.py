@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlplace.model.capture.caches import turn_off_caches
 from rlplace.model.torch_adapter import FakeTensor, FakeTensorMode, pytree, shape_rule_of_grouped_mm, without_cpu_autocast
 
 SMALL_CONSTANT_BYTES = 1 << 20
@@ -84,7 +85,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None 
         dtype: Floating-point parameters and buffers take this dtype; None keeps theirs.
 
     Returns:
-        A deep copy whose parameters, buffers and tensor attributes are fake; tied tensors stay tied.
+        A deep copy whose parameters, buffers and tensor attributes are fake; tied tensors stay tied, and caches are off.
     """
     memo: dict[int, Any] = {}
     with mode:
@@ -98,7 +99,9 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None 
                     # Shared, not copied: a real tensor cannot be deep-copied under the fake mode.
                     real = small and type(tensor) is torch.Tensor and tensor.grad_fn is None
                     memo[id(tensor)] = tensor if real else _fake_like(tensor, dtype)
-        return copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, memo)
+    turn_off_caches(copied)
+    return copied
 
 
 def fake_inputs(inputs: Any, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rlplace.errors import InputError, show
+from rlplace.model.capture.caches import caching
 from rlplace.model.capture.capture import DTYPES
 from rlplace.model.zoo.functions import config_file, function_and_options, runs_code, split_spec
 from rlplace.model.zoo.transformers import read_config
@@ -154,6 +155,13 @@ def _random_batch(inputs: Mapping[str, Any], config: Any) -> list[str]:
     return [*lines, f"return {{{returned}}}"]
 
 
+_CACHES_OFF = (
+    "for part in model.modules():",
+    '    if getattr(getattr(part, "config", None), "use_cache", False):',
+    "        part.config.use_cache = False  # a cache crosses no border between stages, and recomputation fills it twice",
+)
+
+
 def _of_function(exported: ExportedPlan, cast: str) -> dict[str, Any]:
     source, _, rest = exported.planned.recipe.model.partition(":")
     function, values = function_and_options(source, rest, exported.pipeline.microbatch[0], exported.planned.recipe.seq)
@@ -163,7 +171,8 @@ def _of_function(exported: ExportedPlan, cast: str) -> dict[str, Any]:
         raise InputError(
             "export: not every input of the model is a tensor with one row a sample; run the plan with rlplace.distribute"
         )
-    made = function(**values)[1]
+    model, made = function(**values)[:2]
+    cached = bool(caching(model))
     listed = "inputs" if isinstance(made, (tuple, list)) else "[inputs]"
     given = "inputs" if isinstance(made, Mapping) else f"dict(zip({json.dumps(list(exported.inputs))}, {listed}))"
     value = f"(value{cast} if value.is_floating_point() else value)" if cast else "value"
@@ -173,7 +182,7 @@ def _of_function(exported: ExportedPlan, cast: str) -> dict[str, Any]:
     return {
         "model_import": f"\n{folder}from {module} import {function.__name__}",
         "own_loss": f"{call}[2]" if exported.loss else None,
-        "build": [f"return {call}[0]{cast}"],
+        "build": [f"model = {call}[0]{cast}", *_CACHES_OFF, "return model"] if cached else [f"return {call}[0]{cast}"],
         "what": "Samples of the example inputs",
         "batch": [
             "with torch.random.fork_rng(devices=[]):",

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from rlplace.errors import InputError, show
+from rlplace.model.capture.caches import caches_off
 from rlplace.model.capture.export import TOGGLES, lies_in, loses
 from rlplace.model.capture.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
 from rlplace.model.torch_adapter import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, pytree
@@ -188,7 +189,7 @@ def _observe(model: nn.Module, inputs: Any, found: Mapping[str, nn.Module], mode
     region = autocast_region(torch.get_autocast_dtype("cuda") if cuda else None, "cuda")
     watched = mock.patch.object(CheckpointFunction, "apply", mock.Mock(wraps=CheckpointFunction.apply))
     try:
-        with any_dtype_grouped_mm(), torch.enable_grad(), region, mode, reads, watched as checkpoints:
+        with any_dtype_grouped_mm(), caches_off(model), torch.enable_grad(), region, mode, reads, watched as checkpoints:
             output = model(**inputs)
     except Exception as error:
         vars(error)["outside"] = not reads.running

@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 
 from rlplace.errors import InputError, show
+from rlplace.model.capture.caches import caches_off
 from rlplace.model.capture.export import export_training_graph
 from rlplace.model.capture.fake import fake_copy, fake_inputs, new_fake_mode
 from rlplace.model.torch_adapter import pytree
@@ -101,8 +102,8 @@ def capture(model: nn.Module, inputs: Batch, blocks: Iterable[str] = (), seen: O
         if any(type(parameter) is nn.Parameter and parameter.is_meta for parameter in model.parameters()):
             mode = new_fake_mode()  # results of units are on the processor, parameters between units would not be
             source, inputs = fake_copy(model, mode), fake_inputs(dict(inputs), mode)
-        region = torch.autocast("cpu", enabled=False)
-        with _opaque(dict(units(source, blocks)), seen.results), torch.enable_grad(), region, warnings.catch_warnings():
+        region, quiet = torch.autocast("cpu", enabled=False), warnings.catch_warnings()
+        with caches_off(source), _opaque(dict(units(source, blocks)), seen.results), torch.enable_grad(), region, quiet:
             warnings.simplefilter("ignore", FutureWarning)  # torch copies what it tells others not to use
             program = export_training_graph(source, (), inputs).program
             if _writes(program.graph_module):  # then what writes in place makes a new value, which any stage may read

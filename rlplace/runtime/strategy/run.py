@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rlplace.errors import InputError
+from rlplace.model.capture.caches import turn_off_caches
 from rlplace.model.capture.fake import meta_copy
 from rlplace.plan.strategy import Pipeline, Strategy
 from rlplace.runtime.base.batches import Batch, cast, repeated
@@ -65,6 +66,7 @@ def prepare(
     """
     if device_type == "cpu" and has_sync_norm(model) and dist.is_initialized() and dist.get_world_size() > 1:
         raise InputError("native: torch has no SyncBatchNorm for processors; run on GPUs, or plan for one device")
+    turn_off_caches(model)
     named = [block for stage in strategy.stages for block in stage.blocks]
     found = dict(units(model, named))
     laid_out = any(stage.axis("tensor") > 1 for stage in strategy.stages)

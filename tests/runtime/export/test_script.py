@@ -173,6 +173,30 @@ def test_copies_train_as_one_process_on_the_whole_batch(tmp_path):
     assert losses == pytest.approx(wanted, rel=1e-5) and others == []
 
 
+CACHING = f"""import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def net(batch=2):
+    config = LlamaConfig({WIDTHS.replace(",", ", ")}, num_hidden_layers=2)
+    ids = torch.arange(batch * 8).reshape(batch, 8) % 60
+    return LlamaForCausalLM(config), {{"input_ids": ids, "labels": ids}}
+"""
+
+
+def test_a_model_that_caches_by_default_trains_in_recomputed_stages(tmp_path):
+    (tmp_path / "caching.py").write_text(CACHING)
+    halves = [["model.embed_tokens", "model.layers.0"], ["model.layers.1", "model.norm", "lm_head"]]
+    again = [{block: "full" for block in held if "layers" in block} for held in halves]
+    stages = [{"blocks": b, "devices": [n], "recompute": r} for n, (b, r) in enumerate(zip(halves, again, strict=True))]
+    strategy = {"batch": 4, "microbatch": [2], "microbatches": [2], "schedule": "1f1b", "stages": stages}
+    path = tmp_path / "train.py"
+    path.write_text(rlplace.export(plan_of(f"{tmp_path}/caching.py:net", strategy), "script"))
+    losses = next(losses for losses in run(2, losses_of, str(path), timeout_s=120) if losses)
+    script = load(path)
+    loss = script.build_model()(**script.whole_batch(0)).loss
+    assert losses[0] == pytest.approx(loss.item(), rel=1e-5)
+
+
 def test_only_the_parts_that_are_needed_are_written():
     text = rlplace.export(plan_of(*CASES["copies"]), "script")
     assert "rlplace" not in re.sub(r'""".*?"""', "", text, flags=re.DOTALL)

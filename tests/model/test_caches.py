@@ -1,0 +1,46 @@
+"""Caches of keys and values: off in captures and in distributed models, and the user's model unchanged by planning."""
+
+import pytest
+import torch
+from torch import nn
+
+from rlplace.model.capture.caches import caches_off
+from rlplace.model.capture.capture import capture
+from rlplace.runtime.strategy.facts import facts_of
+from tests.runtime import small_models
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "t5"])
+def test_models_that_cache_by_default_are_planned_on_every_axis(name):
+    model, inputs, _ = getattr(small_models, name)()
+    assert model.config.use_cache is True
+    facts = facts_of(model, inputs)
+    assert facts.no_cut is facts.handed is facts.tensor.no_tensor is None
+    assert model.config.use_cache is True
+
+
+def test_a_capture_holds_no_cache():
+    model, inputs, _ = small_models.llama()
+    graph = capture(model, inputs)
+    assert graph.capture["method"] == "export"
+    assert model.config.use_cache is True
+    model.config.use_cache = False
+    assert capture(model, inputs).fingerprint == graph.fingerprint
+
+
+def test_the_model_is_as_before_after_an_error():
+    model, _, _ = small_models.llama()
+    with pytest.raises(ZeroDivisionError), caches_off(model):
+        assert model.config.use_cache is False
+        raise ZeroDivisionError
+    assert model.config.use_cache is True
+
+
+def test_configurations_of_other_libraries_are_left_alone():
+    model = nn.Linear(2, 2)
+    model.config = type("Config", (), {"use_cache": True})()
+    with caches_off(model):
+        assert model.config.use_cache is True
+    capture(model, torch.ones(2, 2), loss=torch.sum)

@@ -101,9 +101,8 @@ class MeasuredBackend(SimulatedBackend):
         """Says how plans are measured.
 
         Args:
-            measure: Runs a plan and returns its step time in seconds (`rlplace.runtime.placement.apply.step_timer` makes one
-                for this process, `rlplace.runtime.job.measure.PlanTimer` times plans on those of a job); it raises
-                `MemoryError` or ``torch.OutOfMemoryError`` when the plan does not fit.
+            measure: Runs a plan and returns its step time in seconds, as `rlplace.runtime.job.measure.PlanTimer` does on the
+                processes of a job; it raises `MemoryError` or ``torch.OutOfMemoryError`` when the plan does not fit.
         """
         super().__init__()
         self._measure = measure

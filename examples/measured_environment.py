@@ -14,7 +14,7 @@ import torch.distributed as dist
 import rlplace
 from rlplace.envs import MeasuredBackend
 from rlplace.model.zoo import load_model
-from rlplace.runtime.job.measure import plan_timer
+from rlplace.runtime.job.measure import PlanTimer
 
 MODEL, EPISODES = "zoo:moe_toy,width=64,layers=2,experts=4", 4
 
@@ -25,7 +25,7 @@ torch.manual_seed(0)
 loaded = load_model(MODEL, batch=8, device="cpu")
 graph = rlplace.capture(loaded.module, loaded.example_inputs, loss=loaded.loss)
 problem = rlplace.price(graph, f"cpu:{dist.get_world_size()}", groups=12)
-timer = plan_timer(loaded, device, warmup=1)
+timer = PlanTimer(loaded, device, warmup=1)
 measured = []
 
 

@@ -56,7 +56,7 @@ def _measure(options: MeasureOptions, device: torch.device) -> PlanTimings:
     from rlplace.plan.plan import PlacementPlan
     from rlplace.planned import Planned
     from rlplace.runtime.base.ranks import devices_of
-    from rlplace.runtime.job.measure import plan_timer
+    from rlplace.runtime.job.measure import PlanTimer
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -70,7 +70,7 @@ def _measure(options: MeasureOptions, device: torch.device) -> PlanTimings:
             raise InputError(f"measure: {path} needs {needed} processes, the job has {processes}")
     problems = _problems(options, [plan for _, plan in plans])
     limits: dict[str, Any] = {"warmup": options.warmup, "repeats": options.repeats, "limit_s": options.time_limit}
-    timer = plan_timer(recipe.build("cpu", 0), device, optimizer=recipe.optimizer, **limits)
+    timer = PlanTimer(recipe.build("cpu", 0), device, optimizer=recipe.optimizer, **limits)
     done: list[PlanTiming] = []
     environment = _environment(device)
     for path, plan in plans:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rlplace.cluster.fabric import CollectiveKind
 from rlplace.cluster.machines import TIMED_COLLECTIVES, LinkTimes
 from rlplace.errors import InputError, MissingError, RlplaceError
-from rlplace.runtime.base.environment import own_device, read_clock
+from rlplace.runtime.base.environment import own_device, time_run
 from rlplace.runtime.base.ranks import end_group, gather_objects, one_line, start_group
 
 PAIR_SIZES = {"cpu": (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24), "cuda": (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 28)}
@@ -165,9 +165,7 @@ class _Bench:
     def _seconds(self, once: Callable[[], None], group: dist.ProcessGroup | None) -> float:
         if group is not None:
             dist.all_reduce(self.empty, group=group)  # start together
-        begin_s = read_clock(self.device)
-        once()
-        return read_clock(self.device) - begin_s
+        return time_run(once, self.device)
 
 
 def group_ranks(hosts: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -32,8 +32,16 @@ from rlplace.measure.walk import Marks, StepWalk, make_optimizer, trainable
 from rlplace.model.graph.opgraph import UPDATE, OpGraph
 from rlplace.model.torch_adapter import pytree
 from rlplace.model.zoo import LoadedModel
-from rlplace.runtime.base.environment import PeakMemory, clock_mhz, keep_freed_memory, own_clock, read_environment, time_control
-from rlplace.runtime.base.steps import time_step
+from rlplace.runtime.base.environment import (
+    PeakMemory,
+    clock_mhz,
+    keep_freed_memory,
+    own_clock,
+    read_environment,
+    time_control,
+    time_run,
+)
+from rlplace.runtime.base.steps import train_step
 
 WARMUP_STEPS = 3
 MIN_REPEATS = 5
@@ -216,7 +224,7 @@ def _run_steps(
 def _plain_step(optimizer: torch.optim.Optimizer, module: nn.Module, inputs: Any, loss: Any, device: torch.device) -> PlainStep:
     memory = PeakMemory(device)
     faults, begin = _page_faults(), time.thread_time()
-    seconds = time_step(module, optimizer, inputs, loss=loss, devices=[device])
+    seconds = time_run(lambda: train_step(module, optimizer, inputs, loss=loss), device)
     busy_s = time.thread_time() - begin if own_clock(device) is time.thread_time else None
     return PlainStep(seconds, busy_s, _page_faults() - faults, memory.read_bytes())
 

@@ -15,8 +15,7 @@ from rlplace.measure.ops import describe_ops, load_and_measure, measure_model
 from rlplace.measure.walk import Marks, StepWalk
 from rlplace.model.zoo.load import LoadedModel, load_model
 from rlplace.records import plain
-from rlplace.runtime.base.environment import own_device
-from rlplace.runtime.placement.apply import step_timer
+from rlplace.runtime.base.environment import own_device, time_run
 
 MLP = "zoo:mlp,layers=2,width=16"
 
@@ -183,10 +182,10 @@ def test_refinement_on_measured_times():
     graph = rlplace.capture(Model(), inputs)
     problem = rlplace.price(graph, rlplace.Cluster.preset("a100-80g:2"))
     runs = []
-    timer = step_timer(Model, ["cpu", "cpu"], inputs, warmup=1, repeats=2)
 
     def measure(plan):
-        runs.append(timer(plan))
+        placed = rlplace.apply(Model(), plan, ["cpu", "cpu"], example_inputs=inputs)
+        runs.append(time_run(lambda: placed(*inputs).backward(), torch.device("cpu")))
         return runs[-1]
 
     backend = MeasuredBackend(measure)
@@ -198,12 +197,3 @@ def test_refinement_on_measured_times():
     env.reset(seed=1)
     *_, info = env.step(0)
     assert info["step_time_s"] == runs[0] and len(runs) == 2  # it is known
-
-
-def test_timer_refuses_a_model_without_loss():
-    problem = rlplace.price(rlplace.capture(Model(), (torch.randn(4, 16),)), rlplace.Cluster.preset("a100-80g:2"))
-    plan = rlplace.place(problem, planner="single")
-    timer = step_timer(Model, ["cpu", "cpu"], (torch.randn(4, 16),), loss=lambda out: out * 2, warmup=1, repeats=1)
-    assert timer(plan) > 0
-    with pytest.raises(InputError, match="at least one"):
-        step_timer(Model, ["cpu"], (), repeats=0)

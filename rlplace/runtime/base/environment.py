@@ -64,6 +64,13 @@ def read_clock(device: torch.device, clock: Callable[[], float] = time.perf_coun
     return clock()
 
 
+def time_run(run: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Returns the seconds of a run by a clock, with the device synchronized before and after."""
+    begin = read_clock(device, clock)
+    run()
+    return read_clock(device, clock) - begin
+
+
 def own_clock(device: torch.device) -> Callable[[], float]:
     """Returns the thread's processor time, which other programs do not lengthen, where one thread works; else wall time."""
     return time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
@@ -128,11 +135,7 @@ def time_control(device: torch.device) -> tuple[str, float]:
     size, clock = 4096 if device.type == "cuda" else 512, own_clock(device)
     generator = torch.Generator(device=device).manual_seed(0)
     left, right = (torch.randn(size, size, generator=generator, device=device) for _ in range(2))
-    seconds = []
-    for _ in range(_CONTROL_WARMUP + _CONTROL_REPEATS):
-        begin = read_clock(device, clock)
-        torch.mm(left, right)
-        seconds.append(read_clock(device, clock) - begin)
+    seconds = [time_run(lambda: torch.mm(left, right), device, clock) for _ in range(_CONTROL_WARMUP + _CONTROL_REPEATS)]
     return f"mm float32 {size}x{size}x{size}", statistics.median(seconds[_CONTROL_WARMUP:])
 
 

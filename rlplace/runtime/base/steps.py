@@ -1,4 +1,4 @@
-"""One training step: inputs or a synthetic batch, loss, backward, update; its time."""
+"""One training step: inputs or a synthetic batch, loss, backward, update."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from rlplace.model.capture.step import no_loss
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.base import activity
-from rlplace.runtime.base.environment import read_clock
 
 Loss = Callable[..., Tensor]
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -31,21 +30,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 """torch's optimizers, by the names of `rlplace.capture`; called with parameters or groups of them, and ``lr``."""
 
 _INTEGERS = (torch.int64, torch.int32)
-
-
-def time_step(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    inputs: Any,
-    *,
-    loss: Callable[[Any], Tensor] | None,
-    devices: Sequence[torch.device | str],
-) -> float:
-    """Runs `train_step`; returns the seconds of forward, loss, backward and update, with the devices synchronized around it."""
-    places = {torch.device(device) for device in devices}
-    begin = max(map(read_clock, places))
-    train_step(module, optimizer, inputs, loss=loss)
-    return max(map(read_clock, places)) - begin
 
 
 def train_step(
@@ -63,7 +47,7 @@ def train_step(
         module: The model, or this process's part of a distributed one.
         optimizer: Updates its parameters.
         inputs: A tuple of arguments or a dict of keyword arguments, the same on every process.
-        loss: As in `step_timer`.
+        loss: Maps the output to the scalar loss; None: see `loss_of`.
         clip: Norm that the gradients of a distributed model are clipped to.
         autocast: Makes the context of the forward.
     """

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from rlplace.cost.timings import PlaceTiming, PlanTiming
 from rlplace.errors import InputError
@@ -24,9 +23,9 @@ from rlplace.model.zoo import LoadedModel
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.runtime.base import activity
-from rlplace.runtime.base.environment import PeakMemory, held_tensors, read_clock
+from rlplace.runtime.base.environment import PeakMemory, held_tensors, read_clock, time_run
 from rlplace.runtime.base.ranks import devices_of, gather_objects, wait_for_all
-from rlplace.runtime.base.steps import OPTIMIZERS, Loss, synthetic_batch, train_step
+from rlplace.runtime.base.steps import OPTIMIZERS, synthetic_batch, train_step
 from rlplace.runtime.job.distribute import check_strategy, distribute, microbatch_of, samples_of_step
 from rlplace.runtime.placement.forward_graph import Graphs
 from rlplace.simulator import Timeline, simulate
@@ -40,9 +39,8 @@ class PlanTimer:
     """A timer of plans of one model; every process of the job makes one and calls it with the same plans.
 
     Attributes:
-        model: The whole model, the same on every process; its values stay as they are.
-        inputs: Makes the inputs of so many samples, keyword arguments or a tuple.
-        loss: For a model that does not return its loss, else None.
+        loaded: The model with inputs of one micro-batch, the same on every process; its values stay as they are. Batches are
+            made up of its inputs.
         device: Where this process computes.
         optimizer: Name.
         warmup: Steps before timing.
@@ -50,9 +48,7 @@ class PlanTimer:
         limit_s: No more of them than fit into this, but one; a first step that takes as long is the only one before them.
     """
 
-    model: nn.Module
-    inputs: Callable[[int], Any]
-    loss: Loss | None
+    loaded: LoadedModel
     device: torch.device
     optimizer: str = "adam"
     warmup: int = 2
@@ -83,11 +79,12 @@ class PlanTimer:
         """
         check_strategy(plan, "measure")
         begin_s = read_clock(self.device)
-        model = copy.deepcopy(self.model, computed_values(self.model))
-        inputs = self.inputs(microbatch_of(plan, 1 if problem is None else problem.samples_per_microbatch))
-        placed = distribute(model, plan, inputs, loss=self.loss, device=self.device, graphs=self._graphs)
+        model = copy.deepcopy(self.loaded.module, computed_values(self.loaded.module))
+        batch_of = partial(synthetic_batch, self.loaded.example_inputs, seed=0, step=0)
+        inputs = batch_of(microbatch_of(plan, 1 if problem is None else problem.samples_per_microbatch))
+        placed = distribute(model, plan, inputs, loss=self.loaded.loss, device=self.device, graphs=self._graphs)
         optimizer = OPTIMIZERS[self.optimizer](placed.parameter_groups(), lr=1e-3)
-        batch = self.inputs(samples_of_step(plan, inputs))
+        batch = batch_of(samples_of_step(plan, inputs))
         step = partial(train_step, placed, optimizer, batch)
         first_s = _timed(step, self.device)[0]
         setup_s = read_clock(self.device) - begin_s
@@ -132,9 +129,7 @@ def _timed(step: Callable[[], Any], device: torch.device) -> tuple[float, dict[s
     """Returns the time of a step on the slowest process, and this one's seconds by kind of work."""
     wait_for_all()
     activity.record(device)
-    start_s = read_clock(device)
-    step()
-    took = torch.tensor(read_clock(device) - start_s, dtype=torch.float64, device=device)
+    took = torch.tensor(time_run(step, device), dtype=torch.float64, device=device)
     spent_s = activity.recorded()
     dist.all_reduce(took, dist.ReduceOp.MAX)
     return float(took), spent_s
@@ -154,12 +149,8 @@ def _stage_busy_s(plan: PlacementPlan, step: Callable[[], Any], device: torch.de
 
 def _pace_s(device: torch.device) -> float:
     """Returns the seconds of a matrix product that all devices run at once, to compare their speeds."""
-    factor, seconds = torch.ones(512, 512, device=device), []
-    for _ in range(PACES):
-        begin_s = read_clock(device)
-        factor @ factor
-        seconds.append(read_clock(device) - begin_s)
-    return statistics.median(seconds)
+    factor = torch.ones(512, 512, device=device)
+    return statistics.median(time_run(lambda: factor @ factor, device) for _ in range(PACES))
 
 
 def _places(
@@ -180,15 +171,3 @@ def _places(
         predicted_peak_bytes=None if timeline is None else int(timeline.peak_memory_bytes[rank]),
     )
     return tuple(gather_objects(own)[: len(devices_of(plan))])
-
-
-def plan_timer(loaded: LoadedModel, device: torch.device, **options: Any) -> PlanTimer:
-    """Returns a timer of a loaded model, with made-up batches.
-
-    Args:
-        loaded: The model with inputs of one micro-batch, the same on every process.
-        device: Where this process computes.
-        **options: Further fields of `PlanTimer`.
-    """
-    inputs = partial(synthetic_batch, loaded.example_inputs, seed=0, step=0)
-    return PlanTimer(loaded.module, inputs, loaded.loss, device, **options)

@@ -18,7 +18,7 @@ from rlplace.model.zoo import LoadedModel
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.runtime.base.steps import synthetic_batch
 from rlplace.runtime.job.distribute import check_strategy
-from rlplace.runtime.job.measure import plan_timer
+from rlplace.runtime.job.measure import PlanTimer
 from tests.runtime.job.launch import forked, run, torchrun
 
 MODEL = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=100,n_positions=32"
@@ -203,7 +203,7 @@ def time_all():
     model = LoadedModel(module=Net(), example_inputs={"x": torch.randn(4, 16)}, loss=lambda output: output, name="net")
     graph = rlplace.capture(model.module, model.example_inputs, loss=model.loss)
     problem = rlplace.price(graph, "cpu:2", groups=4)
-    timer, found = plan_timer(model, torch.device("cpu")), {}
+    timer, found = PlanTimer(model, torch.device("cpu")), {}
     chain = np.arange(problem.num_groups, dtype=np.int32) * 2 // problem.num_groups
     plan = make_plan(problem, chain, planner="t")
     found["computed"] = timer(plan, problem)

@@ -83,21 +83,7 @@ def test_old_entries_make_room(folder, monkeypatch):
 
 @pytest.mark.slow
 def test_a_second_command_captures_nothing_and_answers_the_same(capsys):
-    words = [
-        "place",
-        TINY,
-        "--cluster",
-        "a100-80g:2",
-        "--batch",
-        "8",
-        "--seq",
-        "16",
-        "--calls",
-        "40",
-        "--time-limit",
-        "600",
-        "--json",
-    ]
+    words = f"place {TINY} --cluster a100-80g:2 --batch 8 --seq 16 --calls 40 --time-limit 600 --json".split()
     first, second = run(capsys, *words), run(capsys, *words)
     assert first[0] == second[0] == 0
     assert "capturing" in first[2] and "capturing" not in second[2] and "building" not in second[2]

@@ -199,11 +199,6 @@ def test_debug_shows_the_traceback(problem_file):
         main(["place", problem_file, "--cluster", "v100:2", "--debug"])
 
 
-def test_help_names_the_exit_codes():
-    done = subprocess.run([sys.executable, "-m", "rlplace.cli.main", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0 and "exit codes" in done.stdout
-
-
 MODELS = """
 import sys
 import torch

@@ -19,6 +19,7 @@ EXPLAIN = "explain one.plan.json --problem x.problem.json"
 COMPARE = "compare x.problem.json"
 SIZES = ("--batch 16", "--seq 64", "--dtype bf16", "--optimizer sgd", "--granularity 20")
 PRICES = ("--autocast bf16", "--master-weights", "--costs c", "--host-mode compiled", "--host-us-per-op 9")
+COSTS = [f"capture {TINY} --cluster cpu:2 --out y.problem.json --costs {name}" for name in ("no.cost.json", "one.plan.json")]
 CASES = [
     ("plce", "did you mean place?"),
     ("help plac", "did you mean place?"),
@@ -69,6 +70,7 @@ CASES = [
     (f"{COMPARE} --cluster a100-80g:2", "their own devices"),
     (f"{COMPARE} --out rows.txt", "rows are written as *.jsonl"),
     (f"{COMPARE} --csv /nowhere/rows.csv", "no folder"),
+    *((line, line.partition("--costs ")[2]) for line in COSTS),
     ("train --fit-steps -3", "--fit-steps"),
     ("train --device foo --out /nowhere", "foo"),
     ("train --problems nowhere", "unknown problem set"),
@@ -96,7 +98,7 @@ CASES = [
     ("diff one.plan.json two.plan.json" + 3 * " --problem x.problem.json", "at most twice"),
     ("diff one.plan.json foreign.plan.json --problem x.problem.json", "give --problem twice"),
 ]
-LATE = ("place hf:gpt3", "place zoo:incepton", f"{PLACE} --master-weights", f"{EXPLAIN} --group group33")
+LATE = (*COSTS, "place hf:gpt3", "place zoo:incepton", f"{PLACE} --master-weights", f"{EXPLAIN} --group group33")
 """Refused when the model or the step is looked at, which is announced."""
 
 

@@ -169,8 +169,3 @@ def test_with_calls_and_a_seed_the_plan_is_the_same_to_the_bit(capsys, tmp_path,
         assert run(capsys, "place", *arguments, "--out", str(path))[0] == 0
         texts.append(path.read_bytes())
     assert texts[0] == texts[1]
-
-
-def test_planners_that_do_not_search_take_no_calls(capsys):
-    code, _, err = run(capsys, "place", "zoo:mlp", "--cluster", "a100-80g:4", "--planner", "heft", "--calls", "5")
-    assert code == 2 and "planner heft is no search" in err

@@ -139,13 +139,6 @@ def test_bytes_between_stages_are_those_that_are_priced(sequence_parallel):
     assert sent[layers[0]] == 2 * 16 * 64 * 4 // (1 + sequence_parallel)
 
 
-def test_norms_of_heads_are_local():
-    _, _, facts = asked(MODELS[3])
-    assert {path for path, word in facts.tensor.layouts.items() if word == "local"} == {
-        f"model.layers.0.self_attn.{name}_norm" for name in "qk"
-    }
-
-
 def test_a_layout_that_the_runtime_has_not_is_refused():
     _, graph, facts = asked(MODELS[1])
     _, runs = judge(facts)

@@ -81,15 +81,6 @@ def test_the_first_three_are_unlike(plan: rlplace.PlacementPlan) -> None:
     assert len(degrees) == 3
 
 
-@pytest.mark.slow
-def test_calls_make_it_the_same_every_time(plan: rlplace.PlacementPlan, gpt2: tuple[nn.Module, dict]) -> None:
-    module, inputs = gpt2
-    again = rlplace.place(module, CLUSTER, example_inputs=inputs, batch=32, calls=80, time_limit_s=None)
-    assert again.to_dict() == plan.to_dict()
-    other = rlplace.place(module, CLUSTER, example_inputs=inputs, batch=16, calls=80, time_limit_s=None)
-    assert other.problem != plan.problem  # another question
-
-
 def test_a_graph_keeps_its_micro_batch(graph: OpGraph) -> None:
     plan = rlplace.place(graph, CLUSTER, batch=32, calls=40)
     assert plan.strategy is not None

@@ -15,7 +15,6 @@ from rlplace.cli.main import main
 from rlplace.cli.plan_tables import show_strategy
 from rlplace.cluster import Cluster
 from rlplace.cluster.parse import parse
-from rlplace.cluster.presets import KINDS
 from rlplace.model.graph.opgraph import OpGraph
 from rlplace.model.zoo import load_model
 from rlplace.plan import PlacementPlan
@@ -45,11 +44,6 @@ def plan_of(graph: OpGraph, cluster: str, space: str = "") -> PlacementPlan:
 
 def notes(plan: PlacementPlan) -> list[str]:
     return list(plan.predicted.extra.get("notes", ()))
-
-
-def test_which_kinds_have_no_bfloat16() -> None:
-    """Volta and Turing; every kind that has float16 and came later has it."""
-    assert {name for name, kind in KINDS.items() if "bfloat16" not in kind.peak_flops} == {"v100", "t4", "titan-rtx"}
 
 
 @pytest.mark.slow

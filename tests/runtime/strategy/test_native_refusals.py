@@ -90,12 +90,6 @@ def test_positions_that_do_not_divide_are_refused():
         prepare(native_worker.make("gpt2"), strategy("gpt2", {"tensor": 2, "replicate": 2}, 0, sequence_parallel=True), inputs)
 
 
-def test_a_batch_norm_is_refused_over_replicas():
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with pytest.raises(InputError, match="SyncBatchNorm"):
-        prepare(model, processes(4), {"input": torch.ones(2, 4)})
-
-
 def test_a_job_of_another_size_is_refused(alone):
     with pytest.raises(InputError, match="4 devices, the job 1 processes"):
         prepare(nn.Sequential(nn.Linear(4, 4)), processes(4), {"input": torch.ones(1, 4)})

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rlplace.runtime.base.conduct import MEAN, SUM, TARGETS, Conduct
+from rlplace.runtime.base.conduct import MEAN, SUM, TARGETS
 from rlplace.runtime.strategy.rehearsal import MOST_FLOPS, rehearse
 
 
@@ -157,10 +157,3 @@ def test_sparse_gradients_are_named():
 )
 def test_what_is_not_rehearsed_says_why(model, inputs, options, reason):
     assert reason in rehearse(model, {"input": inputs}, **options).unseen
-
-
-def test_reasons_are_sentences():
-    assert Conduct().reason() == ""
-    assert "first in norm" in Conduct(reduction="", where="norm").reason()
-    assert "weighted by targets" in Conduct(reduction=TARGETS).reason()
-    assert "writes mean" in Conduct(written=("mean",)).reason()

@@ -435,22 +435,18 @@ def table() -> str:
     return markdown(["model, links", "plans", "rank correlation", "mean error", "pick above the fastest"], lines)
 
 
-def main(doc: str | None, rates: Sequence[str], path: Path, cells: Any, measure: Any, table: Any, worker: Any) -> None:
-    """Measures the cells of a benchmark of strategies that have no row yet, and prints its table."""
+if __name__ == "__main__":
     options = arguments(
-        doc,
+        __doc__,
         models=(tuple(MODELS), "names", MODELS),
-        rates=(tuple(rates), "of the links"),
+        rates=(tuple(RATES), "of the links"),
         table="only the table",
-        worker=((), "used inside"),
+        worker=("", "used inside"),
     )
     if options.worker:
-        return worker(*options.worker)
+        worker(options.worker)
+        sys.exit()
     for model, rate in () if options.table else product(options.models, options.rates):
-        known = {row["name"] for row in by_cell(path).get((model, rate), ())}
+        known = {row["name"] for row in by_cell(ROWS).get((model, rate), ())}
         measure([cell for cell in cells(model, rate) if cell["name"] not in known], rate)
     print(table())
-
-
-if __name__ == "__main__":
-    main(__doc__, RATES, ROWS, cells, measure, table, worker)

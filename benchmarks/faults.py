@@ -5,8 +5,8 @@
     python -m benchmarks.faults --table            the table of the rows
 
 A fault is a text that stands once in a file, the wrong text in its place, and the quick tests that should notice
-(`benchmarks/faults.toml`). Each is put into a fresh copy of the checkout. `benchmarks.mutation` draws its changes by seed and
-for the simulator and the memory rules alone; these are what a careful reviewer would look for, over the whole product.
+(`benchmarks/faults.toml`). Each is put into a fresh copy of the checkout. They
+are what a careful reviewer would look for, over the whole product.
 """
 
 from __future__ import annotations

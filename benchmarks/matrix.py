@@ -1,5 +1,6 @@
 """Every registered planner on models x clusters; writes the tables between the matrix markers of benchmarks/RESULTS.md.
 
+    python -m benchmarks.matrix --generated      planners on 15 generated problems of 200 groups, shown as by `rlplace compare`
     python -m benchmarks.matrix [--out DIR] [--only TEXT] [--planners a b] [--calls 1024] [--time-limit 3] [--write]
 
 Each model is captured once and priced for every cluster. Every row is on disk (step.jsonl) as soon as it is there; started
@@ -13,8 +14,10 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import ROOT, arguments, markdown, write_between
+from rlplace.cli.compare_table import print_comparison
 from rlplace.cluster.parse import parse
 from rlplace.cost.price import price
 from rlplace.explanation.compare import Case, Comparison, Settings, Store, compare, gather
@@ -22,8 +25,9 @@ from rlplace.explanation.compare.records import TASKS, VIEWS
 from rlplace.model.capture.capture import capture
 from rlplace.model.graph.opgraph import OpGraph
 from rlplace.model.zoo import load_model
-from rlplace.placement import PLANNERS
+from rlplace.placement import ONE_SHOT, PLANNERS
 from rlplace.placement.ask import OK
+from rlplace.problem.generate import random_problem
 from rlplace.stats import geometric_mean
 
 MODELS = (
@@ -49,6 +53,23 @@ def cases_of(groups: int, only: tuple[str, ...]) -> Iterator[Case]:
 
         for cluster in CLUSTERS if not only or any(text in model for text in only) else ():
             yield Case(f"{model}, {batch}", cluster, lambda c=cluster, graph=captured: price(graph(), parse(c), groups=groups))
+
+
+def generated(groups: int) -> list[Case]:
+    """Makes problems whose shapes, links, memory and speeds pull in different directions."""
+    settings: list[dict[str, Any]] = [
+        {"shape": shape, **more}
+        for shape in ("layered", "branchy", "chain")
+        for more in (
+            {"num_devices": 2, "memory_factor": 1.15},
+            {"num_devices": 4, "memory_factor": 1.3},
+            {"num_devices": 4, "comm_ratio": 3.0, "memory_factor": 1.6},
+            {"num_devices": 4, "unlike": True},
+            {"num_devices": 8, "hosts": 2, "memory_factor": 2.0},
+        )
+    ]
+    problems = [random_problem(index, groups, **setting) for index, setting in enumerate(settings)]
+    return [Case(problem.name, "", lambda same=problem: same) for problem in problems]
 
 
 def report(found: Comparison, options: argparse.Namespace) -> str:
@@ -131,8 +152,14 @@ def main() -> None:
         calls=(1024, "simulator calls of a search after the floor (1024)"),
         time_limit=(3.0, "seconds for every other planner (3)"),
         seeds=(3, "seeds of random planners (3)"),
+        generated="one-shot planners and searches on generated problems",
         write="write benchmarks/RESULTS.md",
     )
+    if options.generated:
+        searches, drawn = ("annealing", "local_search"), Store(Settings(calls=options.calls, seeds=1))
+        cases, names = generated(200), ("random", *ONE_SHOT, "best", *searches)
+        compare(cases, names, drawn)
+        return print_comparison(gather(drawn, cases, names))
     options.out.mkdir(parents=True, exist_ok=True)
     settings = Settings(calls=options.calls, time_limit_s=options.time_limit, seeds=options.seeds)
     store, cases = Store(settings, options.out / "step.jsonl", resume=True), []

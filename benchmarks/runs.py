@@ -1,7 +1,6 @@
 """Which strategy to run next on a cluster whose truth is hidden: rules compared after 1, 2, 3 and 5 runs.
 
     python -m benchmarks.runs                       all test instances, rows that stand there are not run again
-    python -m benchmarks.runs --train               policies by PPO on the instances of tuning, three seeds
     python -m benchmarks.runs --split tune --seeds 2
     python -m benchmarks.runs --table
 
@@ -9,8 +8,6 @@ An instance is a captured model on a preset cluster; a truth (`rlplace.measure.w
 among what the planner proposes, and sees step times and memory of what it has run. After every run the corrected model is asked
 for better strategies, which join the candidates, for all rules alike. The figure is the step time of the quickest run over the
 least that is known for the truth: of all candidates, and of a search that knows it. Before anything has run it counts 3.
-Policies are `benchmarks.runs_policy.train_runs` in `rlplace/Cluster-v0` on models and clusters of tuning, with truths that
-no one is compared on; they are rules like the others once their weights are there.
 """
 
 from __future__ import annotations
@@ -23,12 +20,9 @@ from pathlib import Path
 
 import numpy as np
 from numpy.random import Generator
-from safetensors.torch import save_file
 
 from benchmarks.harness import add_row, arguments, markdown, missing, one_thread, read_rows
-from benchmarks.runs_policy import load_runs, rule_of, train_runs
 from rlplace.cluster.parse import parse
-from rlplace.envs.cluster import Scenario
 from rlplace.errors import RlplaceError
 from rlplace.measure.belief import RULES, Belief, Observation, expected, least
 from rlplace.measure.pool import Pool, candidates, first_pool
@@ -40,7 +34,6 @@ from rlplace.strategy.search.tries import SearchProblem
 
 Rule = Callable[[Belief, Generator], int | None]
 ROWS = Path(__file__).with_suffix(".rows.jsonl")
-POLICIES = Path(__file__).parent / "runs_policies"
 RUNS, NEVER = 5, 3.0
 SHOWN = (1, 2, 3, 5)
 
@@ -85,34 +78,6 @@ def instances(split: str) -> Iterator[tuple[str, SearchProblem]]:
             yield f"{name} on {cluster}", ask(graphs[0], parse(cluster), BATCH, other=graphs[1])
 
 
-def policies() -> dict[str, Rule]:
-    """Returns trained policies by name."""
-    found = {}
-    for path in sorted(POLICIES.glob("ppo*.safetensors")):
-        found[path.stem] = rule_of(load_runs(path))
-    return found
-
-
-def train(seeds: int, decisions: int, truths: int) -> None:
-    """Trains policies in `rlplace/Cluster-v0` on the instances of tuning."""
-    scenarios = []
-    for name, question in instances("tune"):
-        try:
-            pool = first_pool(question)
-        except RlplaceError as error:
-            print(name, error)
-            continue
-        seeds_of_truths = [zlib.crc32(f"train {name} {number}".encode()) for number in range(truths)]
-        made = [Scenario.of(pool, Truth.drawn(question, one)) for one in seeds_of_truths]
-        scenarios += [scenario for scenario in made if math.isfinite(scenario.least_s)]
-        print(name, len(scenarios), flush=True)
-    POLICIES.mkdir(exist_ok=True)
-    for seed in range(seeds):
-        network = train_runs(scenarios, decisions=decisions, runs=RUNS, seed=seed)
-        save_file(network.state_dict(), POLICIES / f"ppo{seed}.safetensors")
-        print("trained", seed, flush=True)
-
-
 def thompson(belief: Belief, rng: Generator) -> int | None:
     """Returns the best of one draw of all step times, among what fits in it."""
     if belief.best is None:
@@ -129,9 +94,9 @@ def anyhow(belief: Belief, rng: Generator) -> int | None:
 
 
 def rules_by_name() -> dict[str, Rule]:
-    """Returns those of the package, draws, and trained policies."""
+    """Returns those of the package, and draws."""
     own: dict[str, Rule] = {name: lambda belief, rng, rule=rule: rule(belief) for name, rule in RULES.items()}  # type: ignore[misc]
-    return {**own, "thompson": thompson, "random": anyhow, **policies()}
+    return {**own, "thompson": thompson, "random": anyhow}
 
 
 def play(rule: Rule, pool: Pool, truth: Truth, seed: int) -> tuple[list[float], list[str]]:
@@ -225,17 +190,11 @@ if __name__ == "__main__":
     options = arguments(
         __doc__,
         split=("test", "instances", MODELS),
-        seeds=(3, "truths of an instance, or trainings"),
-        rules=((), "default: all, and trained policies"),
-        train="train policies",
-        decisions=(60_000, "of a training"),
-        truths=(24, "of every instance of tuning, to train on"),
+        seeds=(3, "truths of an instance"),
+        rules=((), "default: all"),
         table="only the tables",
     )
     one_thread()
-    if options.train:
-        train(options.seeds, options.decisions, options.truths)
-    else:
-        if not options.table:
-            run(options.split, options.seeds, ROWS, list(options.rules) or [*rules_by_name()])
-        print(table(ROWS, options.split), ratios(ROWS, options.split), sep="\n")
+    if not options.table:
+        run(options.split, options.seeds, ROWS, list(options.rules) or [*rules_by_name()])
+    print(table(ROWS, options.split), ratios(ROWS, options.split), sep="\n")

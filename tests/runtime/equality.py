@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from rlplace.model.capture.export import export_training_graph
 from rlplace.model.capture.fake import fake_copy, fake_inputs, new_fake_mode
 from rlplace.plan import PlacementPlan
+from rlplace.plan.strategy import Strategy
 from rlplace.runtime.placement.forward_graph import forward_graph
 from tests.runtime import small_models
 
@@ -21,6 +22,12 @@ def op_names(model, inputs):
     args, kwargs = inputs if isinstance(inputs, tuple) else ((), inputs)
     traced = export_training_graph(fake_copy(model, mode), fake_inputs(args, mode), fake_inputs(kwargs, mode))
     return list(traced.op_name_of_node.values())
+
+
+def strategy_plan(strategy, **fields):
+    """A plan of a whole strategy, which is given as it stands in files."""
+    nothing = np.zeros(0, dtype=np.int32)
+    return PlacementPlan("0" * 64, "strategy", 0, nothing, strategy=Strategy.from_dict(strategy), **fields)
 
 
 def plan_for(names, device_of_op, **fields):

@@ -19,11 +19,9 @@ from torch import nn
 
 from rlplace.cli.main import main
 from rlplace.errors import InputError
-from rlplace.plan.plan import PlacementPlan
-from rlplace.plan.strategy import Strategy
 from rlplace.runtime.base import faults
 from rlplace.runtime.job.distribute import distribute
-from tests.runtime.equality import plan_of
+from tests.runtime.equality import plan_of, strategy_plan
 from tests.runtime.job.launch import forked, forks, start, torchrun
 
 WRONG_STEP = 1
@@ -69,7 +67,7 @@ def pipeline():
     """A strategy of two stages for `Net`."""
     stages = [{"blocks": ["layers.0", "layers.1"], "devices": [0]}, {"blocks": ["layers.2"], "devices": [1]}]
     strategy = {"batch": 4, "microbatch": [2], "microbatches": [2], "schedule": "1f1b", "stages": stages}
-    return PlacementPlan("0" * 64, "mine", 0, [], strategy=Strategy.from_dict(strategy))
+    return strategy_plan(strategy)
 
 
 def run_script(rank, world, path, mode, who, by_strategy):

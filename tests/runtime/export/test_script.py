@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,8 +16,8 @@ import rlplace
 from rlplace.cli.main import main
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
-from rlplace.plan.strategy import Strategy
 from rlplace.runtime.strategy.why_not import minor_version
+from tests.runtime.equality import strategy_plan
 from tests.runtime.job.launch import run, torchrun
 from tests.runtime.strategy.native_cases import chain, flat
 
@@ -49,18 +48,8 @@ if minor_version(torch.__version__) < (2, 13):  # refused before
 
 
 def plan_of(model, strategy, graph=None):
-    nothing = np.zeros(0, dtype=np.int32)
-    source = {
-        "graph": {
-            "model": model,
-            "batch": strategy["microbatch"][0],
-            "seq": 8,
-            "dtype": "fp32",
-            "optimizer": "sgd",
-            **(graph or {}),
-        }
-    }
-    return PlacementPlan("0" * 64, "strategy", 0, nothing, strategy=Strategy.from_dict(strategy), source=source)
+    asked = {"model": model, "batch": strategy["microbatch"][0], "seq": 8, "dtype": "fp32", "optimizer": "sgd"}
+    return strategy_plan(strategy, source={"graph": asked | (graph or {})})
 
 
 STEPS = 3

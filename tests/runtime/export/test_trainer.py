@@ -21,7 +21,7 @@ from rlplace.runtime.base.steps import micro_batch, takes_target
 from rlplace.runtime.export.trainer import see_one_process, use_model
 from rlplace.runtime.placement.forward_graph import any_value
 from tests.runtime import small_models
-from tests.runtime.equality import plan_of
+from tests.runtime.equality import plan_of, strategy_plan
 from tests.runtime.job import launch
 
 VOCABULARY, LENGTH = 48, 12
@@ -84,8 +84,7 @@ def trainer_of(build, train, evaluation, folder, **options):
 def plan_for(build, rows, **fields):
     columns = {key: torch.tensor([row[key] for row in rows[:4]]) for key in rows[0]}
     if "stages" in fields:
-        nothing = np.zeros(0, dtype=np.int32)
-        plan = rlplace.PlacementPlan("0" * 64, "test", 0, nothing, strategy=rlplace.Strategy.from_dict({"batch": 8, **fields}))
+        plan = strategy_plan({"batch": 8, **fields})
     else:
         plan = plan_of(build(), columns, 2, **{"deal": [0, 1, 0, 1, 1, 0], **fields})
     shapes = {k: {"tensor": list(v.shape), "dtype": "int64"} for k, v in columns.items()}

@@ -120,15 +120,6 @@ def test_numbers_of_an_optimizer_go_on(tmp_path):
     assert train(again, other, None, range(SAVED, STEPS)) == expected and equal(again, model)
 
 
-@pytest.fixture
-def one_rank(monkeypatch):
-    """A process group of this process alone."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_random_numbers_go_on(one_rank, tmp_path):
     """With dropout the losses of the run that is not cut come again; they differ from those of a run that begins anew."""
     plain = Model(0)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import weakref
 
-import numpy as np
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import rlplace
-from rlplace.plan.plan import PlacementPlan
-from rlplace.plan.strategy import Strategy
+from tests.runtime.equality import strategy_plan
 
 
 class Scored(nn.Module):
@@ -31,19 +27,11 @@ class Scored(nn.Module):
         return {"loss": scores.sum(), "scores": scores}
 
 
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_what_a_model_returns_beside_its_loss_does_not_outlive_its_micro_batch(alone):
+def test_what_a_model_returns_beside_its_loss_does_not_outlive_its_micro_batch(one_rank):
     torch.manual_seed(0)
     model = Scored()
     stage = {"blocks": ["layers.0", "layers.1"], "devices": [0]}
-    strategy = Strategy.from_dict({"batch": 4, "microbatch": [2], "microbatches": [2], "stages": [stage]})
-    plan = PlacementPlan("0" * 64, "strategy", 0, np.zeros(0, dtype=np.int32), strategy=strategy)
+    plan = strategy_plan({"batch": 4, "microbatch": [2], "microbatches": [2], "stages": [stage]})
     placed = rlplace.distribute(model, plan, {"x": torch.ones(2, 4)})
     model.scores.clear()
     kept = []

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from rlplace.errors import InputError
@@ -14,13 +13,6 @@ from tests.runtime.strategy import native_worker
 from tests.runtime.strategy.native_cases import flat
 
 IDS = {"input_ids": torch.zeros(2, 6, dtype=torch.long)}
-
-
-@pytest.fixture(scope="module")
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def strategy(*args, **options):
@@ -90,19 +82,19 @@ def test_positions_that_do_not_divide_are_refused():
         prepare(native_worker.make("gpt2"), strategy("gpt2", {"tensor": 2, "replicate": 2}, 0, sequence_parallel=True), inputs)
 
 
-def test_a_job_of_another_size_is_refused(alone):
+def test_a_job_of_another_size_is_refused(one_rank):
     with pytest.raises(InputError, match="4 devices, the job 1 processes"):
         prepare(nn.Sequential(nn.Linear(4, 4)), processes(4), {"input": torch.ones(1, 4)})
 
 
-def test_a_model_without_values_is_refused(alone):
+def test_a_model_without_values_is_refused(one_rank):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(InputError, match="on the meta device"):
         prepare(model, processes(1), {"input": torch.ones(1, 4)})
 
 
-def test_one_process_runs_micro_batches(alone):
+def test_one_process_runs_micro_batches(one_rank):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4))
     batch = {"input": torch.randn(4, 4), "target": torch.randn(4, 4)}

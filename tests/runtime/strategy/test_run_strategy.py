@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 
-import numpy as np
 import pytest
 
 from rlplace.cli.main import main
@@ -13,8 +12,8 @@ from rlplace.cluster.parse import parse
 from rlplace.cost.timings import PlanTimings
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
-from rlplace.plan.strategy import Strategy
 from rlplace.planned import Planned
+from tests.runtime import equality
 from tests.runtime.job.launch import forked
 from tests.runtime.strategy.native_cases import chain, flat
 
@@ -34,11 +33,10 @@ def strategy_plan(path, strategy, model=TWO_LAYERS, captured=False, **graph):
         "cluster_fingerprint": parse("cpu:4").fingerprint,
     }
     predicted = Prediction(step_time_s=0.001, peak_memory_bytes=(1000, 1001, 1002, 1003), feasible=True)
-    whole, nothing = Strategy.from_dict(strategy), np.zeros(0, dtype=np.int32)
-    plan = PlacementPlan("0" * 64, "strategy", 0, nothing, strategy=whole, source=source, predicted=predicted)
+    plan = equality.strategy_plan(strategy, source=source, predicted=predicted)
     if captured:
         source["graph_fingerprint"] = Planned(plan)._graph.fingerprint
-        plan = PlacementPlan("0" * 64, "strategy", 0, nothing, strategy=whole, source=source, predicted=predicted)
+        plan = equality.strategy_plan(strategy, source=source, predicted=predicted)
     plan.save(path)
     return plan
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import time
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import rlplace
-from rlplace.plan.plan import PlacementPlan
-from rlplace.plan.strategy import Strategy
 from rlplace.runtime.base import activity
 from rlplace.runtime.strategy.why_not import minor_version
+from tests.runtime.equality import strategy_plan
 from tests.runtime.job.launch import run
 from tests.runtime.strategy import native_worker
 from tests.runtime.strategy.native_cases import chain, flat
@@ -40,11 +38,6 @@ def plain_of(case):
     return native_worker.make("gpt2" if case in ("unlike", "v") else "short")
 
 
-def plan_of(strategy):
-    nothing = np.zeros(0, dtype=np.int32)
-    return PlacementPlan("0" * 64, "strategy", 0, nothing, strategy=Strategy.from_dict(strategy))
-
-
 def batch(samples):
     ids = torch.randint(
         0, native_worker.VOCABULARY, (samples, native_worker.LENGTH), generator=torch.Generator().manual_seed(samples)
@@ -64,7 +57,7 @@ def loop(case, folder):
     strategy = CASES[case]
     plain = plain_of(case)
     inputs = {key: value[: strategy["microbatch"][0]] for key, value in batch(8).items()}
-    model = rlplace.distribute(copy.deepcopy(plain), plan_of(strategy), inputs)
+    model = rlplace.distribute(copy.deepcopy(plain), strategy_plan(strategy), inputs)
     assert model.report == "native" and model.config is not None
     ours = torch.optim.AdamW(model.parameter_groups(), lr=1e-2)
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
@@ -134,7 +127,7 @@ def idiom(case):
     """Gradients, and parameters after a step, of a loop over what `rlplace.parallelize` returns."""
     plain, strategy = plain_of(case), CASES[case]
     inputs = {key: value[: strategy["microbatch"][0]] for key, value in batch(8).items()}
-    module, mesh = rlplace.parallelize(copy.deepcopy(plain), plan_of(strategy), inputs)
+    module, mesh = rlplace.parallelize(copy.deepcopy(plain), strategy_plan(strategy), inputs)
     replicas, of_shard = mesh["replicate"].size() * mesh["shard"].size(), mesh["shard"].get_local_rank()
     replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + of_shard
     own = batch(8) if case == "unlike" else {key: value.chunk(replicas)[replica] for key, value in batch(8).items()}
@@ -158,7 +151,7 @@ def idiom(case):
 def without_dimensions():
     """Gradients of two micro-batches of a model with scalar parameters, which no wrapper of torch's averages."""
     plain, strategy = native_worker.make("own"), flat("own", {"replicate": 2, "shard": 2}, 3)
-    module, mesh = rlplace.parallelize(copy.deepcopy(plain), plan_of(strategy), {"input_ids": batch(8)["input_ids"][:1]})
+    module, mesh = rlplace.parallelize(copy.deepcopy(plain), strategy_plan(strategy), {"input_ids": batch(8)["input_ids"][:1]})
     replica = mesh["replicate"].get_local_rank() * 2 + mesh["shard"].get_local_rank()
     for number in range(8):
         part = {key: value[number : number + 1] for key, value in batch(8).items()}
@@ -173,7 +166,7 @@ def cast(case):
     plain = plain_of(case).float()
     inputs = {key: value[: CASES[case]["microbatch"][0]] for key, value in batch(8).items()}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = rlplace.distribute(copy.deepcopy(plain), plan_of(CASES[case]), inputs, mixed_precision=policy)
+    model = rlplace.distribute(copy.deepcopy(plain), strategy_plan(CASES[case]), inputs, mixed_precision=policy)
     loss, expected = model(**batch(8)).loss, 0.0
     loss.backward()
     for parts in zip(*(value.chunk(8) for value in batch(8).values()), strict=True):
@@ -193,7 +186,7 @@ def mixed(case):
     """Relative differences of loss and norm of the gradients under autocast; autocast leaves double precision as it is."""
     plain = plain_of(case).float()
     inputs = {key: value[: CASES[case]["microbatch"][0]] for key, value in batch(8).items()}
-    model = rlplace.distribute(copy.deepcopy(plain), plan_of(CASES[case]), inputs)
+    model = rlplace.distribute(copy.deepcopy(plain), strategy_plan(CASES[case]), inputs)
     with torch.autocast("cpu", torch.bfloat16):
         loss, expected = model(**batch(8)).loss, plain(**batch(8)).loss
     assert loss.item() != plain(**batch(8)).loss.item()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Collection, Mapping
-from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -348,14 +347,11 @@ def _captured(
 ) -> CapturedModel:
     """Returns a module or graph for `place`; `how` holds arguments of `rlplace.capture`."""
     from rlplace.model.capture.capture import capture
-    from rlplace.model.graph.opgraph import FORWARD, OpGraph
+    from rlplace.model.graph.opgraph import OpGraph
 
     if isinstance(target, OpGraph):
         _refuse_capture(how, "a graph was captured as it is")
         return CapturedModel(target)
-    from rlplace.runtime.placement.joint_graph import why_not_traced
-    from rlplace.runtime.strategy.facts import facts_of
-
     if inputs is None:
         raise InputError("place needs example_inputs for a module: a tuple of arguments or a dict of keyword arguments")
     whole = capture(target, inputs, loss=loss, **how)
@@ -364,6 +360,4 @@ def _captured(
         by = {**how, "like": whole} if method is None else {**how, "method": method}
         return capture(target, resize_batch(inputs, whole.samples, samples), loss=loss, **by)
 
-    ops = int((whole.op_phase == FORWARD).sum())
-    facts = cache(partial(facts_of, target, inputs, loss, whole))
-    return CapturedModel(whole, capture_at, facts, cache(partial(why_not_traced, target, inputs, whole.capture["method"], ops)))
+    return CapturedModel.of(whole, capture_at, lambda weights: (target, inputs, loss))

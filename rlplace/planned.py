@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from torch import nn
 
 from rlplace.errors import InputError, show
 from rlplace.plan.plan import PlacementPlan
@@ -56,18 +56,31 @@ class Recipe(msgspec.Struct, frozen=True):
 
     def build(self, device: str, seed: int, batch: int | None = None) -> LoadedModel:
         """Builds the model, with random weights that depend on `seed` only, and inputs of one micro-batch."""
-        from rlplace.model.zoo import load_model
         from rlplace.model.zoo.functions import runs_code
 
         if runs_code(self.model) and os.environ.get("RANK", "0") == "0":
             _note_code(self.model)
-        with contextlib.redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
+        return self.load(device, seed, batch)
+
+    def load(self, device: str = "meta", seed: int = 0, batch: int | None = None) -> LoadedModel:
+        """Builds the model, without a word on the code that runs: a person has just named it."""
+        from rlplace.model.zoo import load_model
+
+        with contextlib.redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):  # what a model prints is no result
             torch.manual_seed(seed)
             samples = batch or self.batch
             return load_model(self.model, batch=samples, seq=self.seq, dtype=self.dtype, device=device, resize=True)
 
+    def capture(self, loaded: LoadedModel, **how: Any) -> OpGraph:
+        """Captures the training step of a model that was built, with further arguments of `rlplace.capture`."""
+        from rlplace.model.capture.capture import capture
 
-@functools.cache
+        own = {name: getattr(self, name) for name in ("optimizer", "autocast", "master_weights")}
+        with contextlib.redirect_stdout(sys.stderr):
+            return capture(loaded.module, loaded.example_inputs, loss=loaded.loss, name=loaded.name, **own, **how)
+
+
+@cache
 def _note_code(model: str) -> None:
     """Says once which function of the user runs."""
     print(f"running code of this machine that the plan names: {show(model)}", file=sys.stderr, flush=True)
@@ -88,6 +101,35 @@ class CapturedModel:
     capture_at: CaptureAt | None = None
     examine: Callable[[], ModelFacts] | None = None
     why_not_traced: Callable[[], str | None] | None = None
+
+    @staticmethod
+    def of(
+        graph: OpGraph,
+        capture_at: CaptureAt,
+        build: Callable[[bool], tuple[nn.Module, Any, Callable[..., Any] | None]],
+        known: Callable[[str, Callable[[], Any]], Any] = lambda kind, make: make(),
+    ) -> CapturedModel:
+        """Returns a captured model that is examined when it is asked for, and once.
+
+        Args:
+            graph: The captured training step.
+            capture_at: Captures it with a number of samples.
+            build: Returns the module, its inputs and loss; for what only values tell with weights, where they are affordable.
+            known: Returns the result of a function, maybe from an earlier command.
+        """
+        from rlplace.model.graph.opgraph import FORWARD
+
+        def examine() -> ModelFacts:
+            from rlplace.runtime.strategy.facts import facts_of
+
+            return facts_of(*build(True), graph)
+
+        def trace() -> str | None:
+            from rlplace.runtime.placement.joint_graph import why_not_traced
+
+            return why_not_traced(*build(False)[:2], graph.capture["method"], int((graph.op_phase == FORWARD).sum()))
+
+        return CapturedModel(graph, capture_at, cache(lambda: known("facts", examine)), cache(lambda: known("traced", trace)))
 
     @property
     def facts(self) -> ModelFacts | None:
@@ -226,21 +268,9 @@ class Planned:
 
     def capture(self, samples: int, method: str | None = None) -> OpGraph:
         """Captures the model with so many samples, by the plan's method or by `method`."""
-        from rlplace.model.capture.capture import capture
-
-        recipe, source = self.recipe, self.source
-        loaded = recipe.build("meta", seed=0, batch=samples)
-        return capture(
-            loaded.module,
-            loaded.example_inputs,
-            loss=loaded.loss,
-            optimizer=recipe.optimizer,
-            autocast=recipe.autocast,
-            master_weights=recipe.master_weights,
-            name=loaded.name,
-            source={**(source.graph or {}), "batch": samples},
-            method=method or ("module" if (source.capture or {}).get("method") == "module" else None),
-        )
+        loaded, known = self.recipe.build("meta", seed=0, batch=samples), self.source
+        again = "module" if (known.capture or {}).get("method") == "module" else None
+        return self.recipe.capture(loaded, source={**(known.graph or {}), "batch": samples}, method=method or again)
 
     @cached_property
     def problem(self) -> Problem:

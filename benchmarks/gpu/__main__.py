@@ -70,6 +70,7 @@ def kernel_jobs(device: torch.device, rounds: int) -> Iterator[Job]:
 
 def op_jobs(device: torch.device, folder: Path) -> Iterator[Job]:
     from rlplace.measure.ops import load_and_measure
+    from rlplace.planned import Recipe
 
     for dtype in ("bf16", "fp32") if device.type == "cuda" else ("fp32",):
         for name, model in FIT.items():
@@ -77,9 +78,8 @@ def op_jobs(device: torch.device, folder: Path) -> Iterator[Job]:
             def run(name: str = name, model: Any = model, dtype: str = dtype) -> dict[str, Any]:
                 spec, batch, seq = (model.spec, model.batch, model.seq) if device.type == "cuda" else (model.small, 2, 32)
                 path = folder / f"{name}-{dtype}.measure.json"
-                measured = load_and_measure(
-                    spec, batch=batch, seq=seq, dtype=dtype, device=device, repeats=10, time_limit_s=10.0
-                )
+                recipe = Recipe(spec, batch, seq, dtype, "adam")
+                measured = load_and_measure(recipe, device=device, repeats=10, time_limit_s=10.0)
                 measured.save(path)
                 step = measured.step
                 return {"step_s": step and step.seconds, "ops_s": measured.ops_s, "host_s": measured.host_s, "file": path.name}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlplace.cli.models import microbatch
+from rlplace.cli.models import microbatch, recipe_of
 from rlplace.cli.options import MODEL, PRICES, ModelOptions, argument, flag, option, positive, seconds
 from rlplace.cli.output import print_json, print_table, say
 from rlplace.errors import InputError
@@ -88,11 +88,7 @@ def _measure_model(model: str, options: MeasureOptions) -> int:
         torch.set_num_threads(options.threads)
     say(f"timing {model} on {device}")
     measurement = load_and_measure(
-        model,
-        batch=microbatch(model, options),
-        seq=options.seq,
-        dtype=options.dtype,
-        optimizer=options.optimizer,
+        recipe_of(model, options, microbatch(model, options)),
         device=device,
         ops=options.ops,
         step=options.step,

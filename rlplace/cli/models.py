@@ -14,15 +14,16 @@ from rlplace.cli.capture_cache import cached
 from rlplace.cli.options import MICROBATCH, PRICES, SIZES, ModelOptions
 from rlplace.cli.output import say
 from rlplace.errors import InputError
+from rlplace.records import plain
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from rlplace.cluster.parse import Cluster
     from rlplace.cost.table import CostTable
     from rlplace.model.graph.opgraph import OpGraph
-    from rlplace.model.zoo import LoadedModel
     from rlplace.placement.ask import Priced
-    from rlplace.planned import CapturedModel
-    from rlplace.runtime.strategy.why_not import ModelFacts
+    from rlplace.planned import CapturedModel, Recipe
 
 T = TypeVar("T")
 
@@ -107,70 +108,45 @@ def capture_model(model: str, options: ModelOptions, samples: int) -> CapturedMo
     """Builds a model and captures its training step for a number of samples; see `rlplace.cli.capture_cache`."""
     from rlplace.planned import CapturedModel
 
-    sizes: dict[str, Any] = {"seq": options.seq, "dtype": options.dtype}
-
-    def of_model(kind: str, asked: Mapping[str, Any], make: Callable[[], T]) -> T:
-        with contextlib.redirect_stdout(sys.stderr):  # output of a user's model is no result
-            return cached(kind, model, asked, make)
-
-    def build(batch: int, device: str = "meta") -> LoadedModel:
-        from rlplace.model.zoo import load_model
-
-        return load_model(model, batch=batch, **sizes, device=device, resize=True)
+    recipe = recipe_of(model, options, samples)
 
     @cache
     def capture_at(batch: int, method: str | None = None) -> OpGraph:
-        source = {"model": model, "batch": batch, **sizes, "optimizer": options.optimizer}
+        source = {**plain(recipe), "batch": batch}
         if options.autocast is not None or options.master_weights:
             source |= {"autocast": options.autocast, "master_weights": options.master_weights}
 
         def make() -> OpGraph:
-            from rlplace.model.capture.capture import capture
-
             say(f"building {model}")
-            loaded = build(batch)
+            loaded = recipe.load(batch=batch)
             say(f"capturing one training step of {batch} samples{f' by {method}' if method else ''}")
-            return capture(
-                loaded.module,
-                loaded.example_inputs,
-                loss=loaded.loss,
-                optimizer=options.optimizer,
-                autocast=options.autocast,
-                master_weights=options.master_weights,
-                name=loaded.name,
-                source=source,
-                like=None if batch == samples or method is not None else capture_at(samples),
-                method=method,
-            )
+            like = None if batch == samples or method is not None else capture_at(samples)
+            return recipe.capture(loaded, source=source, like=like, method=method)
 
-        return dataclasses.replace(of_model("graph", {**source, "method": method}, make))
+        return dataclasses.replace(cached("graph", model, {**source, "method": method}, make))
 
-    @cache
-    def facts() -> ModelFacts:
-        def make() -> ModelFacts:
-            from rlplace.runtime.strategy.facts import facts_of
-            from rlplace.runtime.strategy.rehearsal import affordable
+    def build(weights: bool) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
+        from rlplace.runtime.strategy.rehearsal import affordable
 
-            loaded, graph = build(samples), capture_at(samples)
-            if model.startswith(("hf:", "zoo:")) and affordable(loaded.module, float(graph.op_flops.sum())) is None:
-                loaded = build(samples, "cpu")
-            return facts_of(loaded.module, loaded.example_inputs, loaded.loss, graph)
+        loaded, flops = recipe.load(), float(graph.op_flops.sum())
+        if weights and model.startswith(("hf:", "zoo:")) and affordable(loaded.module, flops) is None:
+            loaded = recipe.load("cpu")
+        return loaded.module, loaded.example_inputs, loaded.loss
 
-        return of_model("facts", {"batch": samples, **sizes}, make)
+    def known(kind: str, make: Callable[[], T]) -> T:
+        with contextlib.redirect_stdout(sys.stderr):  # output of a user's model is no result
+            return cached(kind, model, {name: getattr(recipe, name) for name in ("batch", "seq", "dtype")}, make)
 
-    @cache
-    def why_not_placed() -> str | None:
-        def make() -> str | None:
-            from rlplace.model.graph.opgraph import FORWARD
-            from rlplace.runtime.placement.joint_graph import why_not_traced
+    graph = capture_at(samples)
+    return CapturedModel.of(graph, capture_at, build, known)
 
-            loaded, graph = build(samples), capture_at(samples)
-            ops = sum(op == FORWARD for op in graph.op_phase.tolist())
-            return why_not_traced(loaded.module, loaded.example_inputs, graph.capture["method"], ops)
 
-        return of_model("traced", {"batch": samples, **sizes}, make)
+def recipe_of(model: str, options: ModelOptions, samples: int) -> Recipe:
+    """Returns the arguments of a capture that the options say."""
+    from rlplace.planned import Recipe
 
-    return CapturedModel(capture_at(samples), capture_at, facts, why_not_placed)
+    named = ("seq", "dtype", "optimizer", "autocast", "master_weights")
+    return Recipe(model, samples, **{name: getattr(options, name) for name in named})
 
 
 def capture_sizes(model: str, options: ModelOptions, samples: int) -> CapturedModel:

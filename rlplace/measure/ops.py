@@ -32,6 +32,8 @@ from rlplace.measure.walk import Marks, StepWalk, make_optimizer, trainable
 from rlplace.model.graph.opgraph import UPDATE, OpGraph
 from rlplace.model.torch_adapter import pytree
 from rlplace.model.zoo import LoadedModel
+from rlplace.planned import Recipe
+from rlplace.records import plain
 from rlplace.runtime.base.environment import (
     PeakMemory,
     clock_mhz,
@@ -148,25 +150,12 @@ def measure_model(
     )
 
 
-def load_and_measure(
-    spec: str,
-    *,
-    batch: int = 8,
-    seq: int = 512,
-    dtype: str = "fp32",
-    optimizer: str = "adam",
-    device: str | torch.device = "cpu",
-    **options: Any,
-) -> Measurement:
-    """Builds the model that a MODEL text names, captures its step and measures it; `options` go to `measure_model`."""
-    from rlplace.model.capture.capture import capture
-    from rlplace.model.zoo import load_model
-
-    source = {"model": spec, "batch": batch, "seq": seq, "dtype": dtype, "optimizer": optimizer}
+def load_and_measure(recipe: Recipe, **options: Any) -> Measurement:
+    """Builds a model, captures its step and measures it; `options` go to `measure_model`."""
+    model = recipe.load("cpu")
+    graph = recipe.capture(model, source=plain(recipe))
     torch.manual_seed(0)
-    model = load_model(spec, batch=batch, seq=seq, dtype=dtype, device="cpu", resize=True)
-    graph = capture(model.module, model.example_inputs, loss=model.loss, optimizer=optimizer, name=model.name, source=source)
-    return measure_model(model, graph, optimizer=optimizer, device=device, **options)
+    return measure_model(model, graph, optimizer=recipe.optimizer, **options)
 
 
 def _model_of(graph: OpGraph, optimizer: str) -> MeasuredModel:

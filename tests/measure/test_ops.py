@@ -14,6 +14,7 @@ from rlplace.errors import CaptureError, InputError, MissingError
 from rlplace.measure.ops import describe_ops, load_and_measure, measure_model
 from rlplace.measure.walk import Marks, StepWalk
 from rlplace.model.zoo.load import LoadedModel, load_model
+from rlplace.planned import Recipe
 from rlplace.records import plain
 from rlplace.runtime.base.environment import own_device, time_run
 
@@ -165,7 +166,7 @@ def test_what_cannot_be_measured_is_refused():
     with pytest.raises(CaptureError, match="cannot be exported"):
         StepWalk(Branch(), inputs, None, "adam", Marks(torch.device("cpu")))
     with pytest.raises(InputError, match="nothing to measure"):
-        load_and_measure(MLP, batch=2, ops=False, step=False)
+        load_and_measure(Recipe(MLP, 2, 512, "fp32", "adam"), ops=False, step=False)
 
 
 class Model(torch.nn.Module):

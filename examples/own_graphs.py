@@ -19,7 +19,7 @@ import rlplace
 from rlplace.agents.config import TrainConfig
 from rlplace.agents.problems import cases_of
 from rlplace.agents.train import train
-from rlplace.cli.compare_table import print_summaries
+from rlplace.cli.compare import print_summaries
 from rlplace.explanation.compare.run import compare_agent
 
 TRAIN, TEST = 12, 4

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.cli.output import print_table
+from rlplace.cli.options import print_table
 from rlplace.cluster.presets import KINDS, DeviceKind
 from rlplace.cost.curve import DIMS, Curve, kernel_seconds
 from rlplace.cost.foreign import SHIPPED, shipped_costs

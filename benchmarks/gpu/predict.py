@@ -16,7 +16,7 @@ from typing import Any
 
 import rlplace
 from benchmarks.gpu.models import FIT
-from rlplace.cli.output import print_table
+from rlplace.cli.options import print_table
 from rlplace.cluster.parse import parse
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.footprint import footprint

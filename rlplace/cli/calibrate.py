@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlplace.cli.options import Options, argument, flag, natural, option, share
-from rlplace.cli.output import print_json, print_table, say
+from rlplace.cli.options import Options, argument, flag, natural, option, print_json, print_records, say, share
 from rlplace.errors import InputError
 from rlplace.text import ms
 
@@ -16,13 +15,13 @@ if TYPE_CHECKING:
     from rlplace.cluster.presets import DeviceKind
     from rlplace.measure.calibrate import Calibration, FitError
 
-HELP = "fit the cost model to measurements"
-EXAMPLE = "example: rlplace calibrate bert.measure.json vit.measure.json --out host.cost.json"
-
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(Options):
     """Options of the verb."""
+
+    HELP = "fit the cost model to measurements"
+    EXAMPLE = "example: rlplace calibrate bert.measure.json vit.measure.json --out host.cost.json"
 
     measurements: list[str] = argument("M.measure.json", "what rlplace measure --ops --step wrote", "+")
     out: str = option("cost table, for --costs of place and capture", None, "C.cost.json", required=True)
@@ -31,26 +30,25 @@ class CalibrateOptions(Options):
     no_models: bool = flag("do not state the error on each model by a fit on the others")
     seed: int = option("of the choice of held-out shapes (0)", natural, "N", default=0)
 
+    def run(self) -> int:
+        """Runs the verb."""
+        from rlplace.cluster.parse import parse
+        from rlplace.cost.timings import Measurement
+        from rlplace.files import check_output
+        from rlplace.measure.calibrate import calibrate
 
-def run(options: CalibrateOptions) -> int:
-    """Runs the verb."""
-    from rlplace.cluster.parse import parse
-    from rlplace.cost.timings import Measurement
-    from rlplace.files import check_output
-    from rlplace.measure.calibrate import calibrate
-
-    check_output(options.out)
-    measurements = [Measurement.load(path) for path in options.measurements]
-    kind = _kind(parse(options.cluster).kinds, measurements[0].environment.device_kind, options.cluster)
-    say(f"fitting {sum(len(m.ops) for m in measurements)} timed ops of {len(measurements)} models on {kind.name}")
-    result = calibrate(measurements, kind, holdout=options.holdout, by_model=not options.no_models, seed=options.seed)
-    result.table.save(options.out)
-    say(f"wrote {options.out}")
-    if options.json:
-        print_json(_as_dict(result))
-    else:
-        _show(result)
-    return 0
+        check_output(self.out)
+        measurements = [Measurement.load(path) for path in self.measurements]
+        kind = _kind(parse(self.cluster).kinds, measurements[0].environment.device_kind, self.cluster)
+        say(f"fitting {sum(len(m.ops) for m in measurements)} timed ops of {len(measurements)} models on {kind.name}")
+        result = calibrate(measurements, kind, holdout=self.holdout, by_model=not self.no_models, seed=self.seed)
+        result.table.save(self.out)
+        say(f"wrote {self.out}")
+        if self.json:
+            print_json(_as_dict(result))
+        else:
+            _show(result)
+        return 0
 
 
 def _kind(kinds: Sequence[DeviceKind], name: str, cluster: str) -> DeviceKind:
@@ -67,28 +65,20 @@ def _show(result: Calibration) -> None:
     costs = result.table.kinds[result.device_kind]
     for title, errors in (("held-out shapes", result.by_shape), ("model, fitted on the others", result.by_model)):
         if errors:
-            print_table(
-                [title, "ops", "mean error %", "by time %", "measured ms", "predicted ms", "total %", "loaned %"], _rows(errors)
-            )
+            cells: dict[str, Callable[[FitError], str]] = {
+                title: lambda error: error.label[:60],
+                "ops": lambda error: str(error.ops),
+                "mean error %": lambda error: f"{100 * error.mean:.1f}",
+                "by time %": lambda error: f"{100 * error.weighted:.1f}",
+                "measured ms": lambda error: ms(error.measured_s),
+                "predicted ms": lambda error: ms(error.predicted_s),
+                "total %": lambda error: f"{100 * error.total:+.1f}",
+                "loaned %": lambda error: f"{100 * error.loaned:.1f}",
+            }
+            print_records(errors, cells)
             print()
     fitted = f"{len(costs.targets)} targets, {len(costs.curves)} op classes, {result.ops} shapes"
     print(f"{fitted}, step factor {costs.step_factor:.4f}")
-
-
-def _rows(errors: Sequence[FitError]) -> list[list[str]]:
-    return [
-        [
-            error.label[:60],
-            str(error.ops),
-            f"{100 * error.mean:.1f}",
-            f"{100 * error.weighted:.1f}",
-            ms(error.measured_s),
-            ms(error.predicted_s),
-            f"{100 * error.total:+.1f}",
-            f"{100 * error.loaned:.1f}",
-        ]
-        for error in errors
-    ]
 
 
 def _as_dict(result: Calibration) -> dict[str, object]:

@@ -1,4 +1,6 @@
-"""``rlplace explain``: what bounds a plan's step, why groups sit where they do, what would change it or make it fit."""
+"""``rlplace explain``: what bounds a plan's step, why groups sit where they do, what would change it or make it fit; and
+``rlplace report``: a plan as an HTML page.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +11,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.models import load, machine_of
-from rlplace.cli.options import ModelOptions, argument, flag, natural, option, seconds
-from rlplace.cli.output import print_json, say, show
-from rlplace.cli.plans import placement_of
+from rlplace.cli.options import ModelOptions, Options, argument, flag, natural, option, print_json, say, seconds, show
+from rlplace.cli.plans import placement_of, strategy_of
 from rlplace.errors import InfeasibleError, InputError
+from rlplace.explanation.report import DEFAULT_PLANNERS
+from rlplace.text import ms
 
 if TYPE_CHECKING:
+    from rlplace.cost.timings import PlanTiming
     from rlplace.explanation.explain import Explanation
+    from rlplace.explanation.report.data import ReportData
     from rlplace.explanation.what_if import WhatIf
     from rlplace.placement.ask import Priced
+    from rlplace.plan import PlacementPlan
     from rlplace.planned import Planned
     from rlplace.problem import Problem
 
-HELP = "say what bounds a plan, why groups sit where they do, and what would change it or make it fit"
-EXAMPLE = "example: rlplace explain gpt2.plan.json"
 
 _PLAN = ".plan.json"
 
@@ -30,6 +34,9 @@ _PLAN = ".plan.json"
 @dataclass(frozen=True, kw_only=True)
 class ExplainOptions(ModelOptions):
     """Options of the verb."""
+
+    HELP = "say what bounds a plan, why groups sit where they do, and what would change it or make it fit"
+    EXAMPLE = "example: rlplace explain gpt2.plan.json"
 
     what: str = argument("PLAN|MODEL", "*.plan.json; or a MODEL as for 'rlplace place', to hear what would make it fit")
     problem: str | None = option("the plan's problem (built again from the plan's source)", None, "X.problem.json")
@@ -42,26 +49,25 @@ class ExplainOptions(ModelOptions):
     seed: int = option("seed of the searches (0)", natural, "N", default=0)
     space: str | None = option("for a MODEL, as for 'rlplace place'; placement: groups, no strategies", None, "S")
 
+    def run(self) -> int:
+        """Runs the verb; that a plan or model does not fit is a result, not a failure."""
+        from rlplace.plan.plan import PlacementPlan
+        from rlplace.planned import Planned
 
-def run(options: ExplainOptions) -> int:
-    """Runs the verb; that a plan or model does not fit is a result, not a failure."""
-    from rlplace.plan.plan import PlacementPlan
-    from rlplace.planned import Planned
-
-    option = "--problem" if options.problem else "--group" if options.group else None
-    if not options.what.endswith(_PLAN):
-        if option:
-            raise InputError(f"{option} goes with a plan file (*{_PLAN}), which {options.what} is not")
-        return _model(options)
-    _refuse_model_options(options)
-    plan = PlacementPlan.load(options.what)
-    if plan.strategy is None:
-        show(_plan(options), options)
-    elif option:
-        raise InputError(f"{options.what} is a whole strategy, which places no groups of a problem; leave {option} out")
-    else:
-        _show_strategy(Planned(plan, options.cluster), options)
-    return 0
+        option = "--problem" if self.problem else "--group" if self.group else None
+        if not self.what.endswith(_PLAN):
+            if option:
+                raise InputError(f"{option} goes with a plan file (*{_PLAN}), which {self.what} is not")
+            return _model(self)
+        _refuse_model_options(self)
+        plan = PlacementPlan.load(self.what)
+        if plan.strategy is None:
+            show(_plan(self), self)
+        elif option:
+            raise InputError(f"{self.what} is a whole strategy, which places no groups of a problem; leave {option} out")
+        else:
+            _show_strategy(Planned(plan, self.cluster), self)
+        return 0
 
 
 def _refuse_model_options(options: ExplainOptions) -> None:
@@ -177,3 +183,90 @@ def _relax(loaded: Priced, options: ExplainOptions) -> None:
         print_json({"problem": loaded.first.name, "feasible": False, "relaxations": dataclasses.asdict(relaxations)})
     else:
         print("\n".join(relaxations.lines()))
+
+
+NONE = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(Options):
+    """Options of the verb."""
+
+    HELP = "write an HTML report of a plan"
+    EXAMPLE = "example: rlplace report bert.plan.json --out report.html"
+
+    plan: str = argument("PLAN", "plan file")
+    problem: str | None = option("the plan's problem; default: built again from the plan's source", None, "X.problem.json")
+    cluster: str | None = option("the plan's cluster, where the plan does not say it", None, "C")
+    out: str = option("the page", None, "FILE.html", required=True)
+    planners: str = option(
+        f"planners to compare with, or {NONE} ({','.join(DEFAULT_PLANNERS)})", None, "A,B", default=",".join(DEFAULT_PLANNERS)
+    )
+    seed: int = option("seed of the planners (0)", natural, "N", default=0)
+    time_limit: float = option("seconds per planner (2)", seconds, "S", default=2.0)
+    measurements: list[str] | None = option(
+        "measured step times: a *.timings.json of rlplace measure --plans", None, "FILE", action="append"
+    )
+
+    def run(self) -> int:
+        """Runs the verb; an infeasible plan has a report too."""
+        from rlplace.explanation.report.report import report
+        from rlplace.files import check_output
+        from rlplace.plan import PlacementPlan
+
+        check_output(self.out)
+        whole = PlacementPlan.load(self.plan)
+        if whole.strategy is not None:
+            return _show_page(self, _strategy_page(whole, self))
+        planned = placement_of(self.plan, self.problem, self.cluster)
+        names = [name.strip() for name in self.planners.split(",") if name.strip()]
+        data = report(
+            planned.problem,
+            planned.plan,
+            self.out,
+            planners=[] if names == [NONE] else names,
+            measurements=_measured(self),
+            seed=self.seed,
+            time_limit_s=self.time_limit,
+            progress=lambda name: say(f"planning with {name}"),
+        )
+        return _show_page(self, data)
+
+
+def _strategy_page(plan: PlacementPlan, options: ReportOptions) -> ReportData:
+    """Returns the report of a whole strategy."""
+    from rlplace.explanation.report.report import render
+    from rlplace.explanation.timeline import strategy_page
+    from rlplace.files import write_text
+
+    if options.problem:
+        raise InputError(f"{options.plan} is a whole strategy, which places no ops of a problem; leave --problem out")
+    data = strategy_page(strategy_of(plan, options.plan, options.cluster), measured=_measured(options))
+    write_text(options.out, render(data))
+    return data
+
+
+def _show_page(options: ReportOptions, data: ReportData) -> int:
+    """Says what was written."""
+    line = data.timeline
+    if options.json:
+        print_json(
+            {
+                "written": [options.out],
+                "step_time_s": line.step_time_s,
+                "feasible": line.feasible,
+                "violations": list(line.violations),
+            }
+        )
+        return 0
+    print(f"wrote {options.out}")
+    verdict = "feasible" if line.feasible else "infeasible: " + "; ".join(line.violations)
+    print(f"step time {ms(line.step_time_s)} ms, {line.samples} samples, {verdict}")
+    return 0
+
+
+def _measured(options: ReportOptions) -> list[PlanTiming]:
+    """Returns the plans of timings files, in the order given."""
+    from rlplace.cost.timings import PlanTimings
+
+    return [timing for path in options.measurements or () for timing in PlanTimings.load(path).plans]

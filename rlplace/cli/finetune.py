@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlplace.cli.models import asked_batch, capture_sizes, compile_first, costs_of, machine_of, note_machine
-from rlplace.cli.options import ModelOptions, argument, natural, option, positive, rate, seconds
-from rlplace.cli.output import print_json, print_table, say
+from rlplace.cli.options import ModelOptions, argument, natural, option, positive, print_json, print_table, rate, say, seconds
 from rlplace.cli.place import question_of
 from rlplace.errors import InputError
 from rlplace.plan.strategy import uniform_words
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
     from rlplace.plan.plan import PlacementPlan
     from rlplace.planned import Planned
 
-HELP = "run strategies on a real cluster and learn from them"
-EXAMPLE = "example: rlplace finetune hf:gpt2 --cluster host --runs 5 --log gpt2.runs.jsonl --out best.plan.json"
-
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions(ModelOptions):
     """Options of the verb."""
+
+    HELP = "run strategies on a real cluster and learn from them"
+    EXAMPLE = "example: rlplace finetune hf:gpt2 --cluster host --runs 5 --log gpt2.runs.jsonl --out best.plan.json"
 
     model: str | None = argument("MODEL", "as for rlplace place; left out with --export-runs", "?")
     cluster: str | None = option("the devices of the runs; host (default)", None, "C")
@@ -67,18 +66,17 @@ class FinetuneOptions(ModelOptions):
         if self.model is None and not self.export_runs:
             raise InputError("finetune: name a MODEL whose strategies are run")
 
+    def run(self) -> int:
+        """Runs the verb."""
+        from rlplace.measure.log import RunLog, write_shared
 
-def run(options: FinetuneOptions) -> int:
-    """Runs the verb."""
-    from rlplace.measure.log import RunLog, write_shared
-
-    log = RunLog(options.log)
-    if options.model is not None:
-        _session(options.model, options, log)
-    if options.export_runs:
-        write_shared(options.export_runs, log.runs)
-        say(f"wrote {options.export_runs}")
-    return 0
+        log = RunLog(self.log)
+        if self.model is not None:
+            _session(self.model, self, log)
+        if self.export_runs:
+            write_shared(self.export_runs, log.runs)
+            say(f"wrote {self.export_runs}")
+        return 0
 
 
 def _session(model: str, options: FinetuneOptions, log: Any) -> None:

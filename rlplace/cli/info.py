@@ -6,12 +6,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from rlplace.cli.options import Options
-from rlplace.cli.output import print_json
+from rlplace.cli.options import Options, print_json
 from rlplace.plugins import version_of
 
-HELP = "show versions, devices, planners, presets, checkpoints, environments and plug-ins"
-EXAMPLE = "example: rlplace info --json"
 _PACKAGES = (
     "rlplace",
     "torch",
@@ -30,18 +27,20 @@ _PACKAGES = (
 class InfoOptions(Options):
     """Options of the verb."""
 
+    HELP = "show versions, devices, planners, presets, checkpoints, environments and plug-ins"
+    EXAMPLE = "example: rlplace info --json"
 
-def run(options: InfoOptions) -> int:
-    """Runs the verb."""
-    facts = _facts()
-    if options.json:
-        print_json(facts)
+    def run(self) -> int:
+        """Runs the verb."""
+        facts = _facts()
+        if self.json:
+            print_json(facts)
+            return 0
+        for title, value in facts.items():
+            print(f"{title}:")
+            for line in _lines(value):
+                print(f"  {line}")
         return 0
-    for title, value in facts.items():
-        print(f"{title}:")
-        for line in _lines(value):
-            print(f"  {line}")
-    return 0
 
 
 def _facts() -> dict[str, Any]:

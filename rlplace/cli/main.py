@@ -13,32 +13,30 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import shtab
 
 from rlplace import __version__
-from rlplace.cli import (
-    calibrate,
-    capture,
-    compare,
-    diff,
-    explain,
-    export,
-    finetune,
-    info,
-    measure,
-    place,
-    report,
-    run,
-    simulate,
-    train,
-)
+from rlplace.cli.calibrate import CalibrateOptions
+from rlplace.cli.compare import CompareOptions
+from rlplace.cli.explain import ExplainOptions, ReportOptions
+from rlplace.cli.finetune import FinetuneOptions
+from rlplace.cli.info import InfoOptions
+from rlplace.cli.measure import MeasureOptions
+from rlplace.cli.models import CaptureOptions
 from rlplace.cli.options import Options
+from rlplace.cli.place import PlaceOptions
+from rlplace.cli.plans import DiffOptions, ExportOptions, SimulateOptions
+from rlplace.cli.run import RunOptions
+from rlplace.cli.train import TrainOptions
 from rlplace.errors import RlplaceError
 
-_VERBS = (train, place, capture, simulate, compare, explain, diff, report, run, export, measure, calibrate, finetune, info)
+_VERBS: tuple[type[Options], ...] = (
+    TrainOptions, PlaceOptions, CaptureOptions, SimulateOptions, CompareOptions, ExplainOptions, DiffOptions, ReportOptions,
+    RunOptions, ExportOptions, MeasureOptions, CalibrateOptions, FinetuneOptions, InfoOptions,
+)  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,12 +77,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("-V", "--version", action="version", version=f"rlplace {__version__}")
     shtab.add_argument_to(parser, help="print a script that completes with Tab")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
-    for module in _VERBS:
-        name = module.__name__.rpartition(".")[2]
-        verb = verbs.add_parser(name, help=module.HELP, description=module.HELP, epilog=module.EXAMPLE)
-        record: type[Options] = getattr(module, f"{name.capitalize()}Options")
+    for record in _VERBS:
+        name = record.__name__.removesuffix("Options").lower()
+        verb = verbs.add_parser(name, help=record.HELP, description=record.HELP, epilog=record.EXAMPLE)
         record.add_to(verb)
-        verb.set_defaults(run=functools.partial(_run, module, record))
+        verb.set_defaults(run=functools.partial(_run, record))
     parser.verbs = verbs.choices
     about = verbs.add_parser("help", help="show the help of a verb")
     about.add_argument("of", nargs="?", choices=[name for name in parser.verbs if name != "help"], metavar="VERB")
@@ -92,12 +89,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(verb: ModuleType, record: type[Options], parsed: argparse.Namespace) -> int:
-    """Runs a verb with its options, once they are checked; the verb is looked up late, so that tests can replace it."""
+def _run(record: type[Options], parsed: argparse.Namespace) -> int:
+    """Runs a verb with its options, once they are checked."""
     options = record.of(parsed)
     options.check()
-    code: int = verb.run(options)
-    return code
+    return options.run()
 
 
 def _help(parser: argparse.ArgumentParser) -> int:

@@ -1,4 +1,4 @@
-"""Models and problems of the command line: captured, cached and priced as the options say."""
+"""Models and problems of the command line: captured, cached and priced as the options say; and ``rlplace capture``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlplace.cli.capture_cache import cached
-from rlplace.cli.options import MICROBATCH, PRICES, SIZES, ModelOptions
-from rlplace.cli.output import say
+from rlplace.cli.options import MICROBATCH, MODEL, PRICES, SIZES, ModelOptions, argument, option, print_json, say
 from rlplace.errors import InputError
 from rlplace.records import plain
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rlplace.model.graph.opgraph import OpGraph
     from rlplace.placement.ask import Priced
     from rlplace.planned import CapturedModel, Recipe
+
 
 T = TypeVar("T")
 
@@ -225,3 +226,63 @@ def compile_first(space: str = "placement") -> None:
 
     if compile_ahead(space):
         say("first use on this machine: compiling the simulator and the planners, which takes about a minute, once")
+
+
+_LEVELS = {"task": "best", "op": "best", "split": "bipartition"}
+"""Level to a planner that takes such a problem."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureOptions(ModelOptions):
+    """Options of the verb."""
+
+    HELP = "capture a model and write its problem file"
+    EXAMPLE = "example: rlplace capture hf:bert --cluster v100:4 --out bert.problem.json"
+
+    model: str = argument("MODEL", MODEL)
+    cluster: str | None = option("cluster to price for (this machine)", None, "C")
+    out: str = option("file to write", None, "X.problem.json", required=True)
+    level: str = option(
+        "task: one op per group and phase (default); op: every op; split: every backward in a group of its own, as "
+        "bipartition plans",
+        choices=tuple(_LEVELS),
+        default="task",
+    )
+
+    def check(self) -> None:
+        """Refuses options that contradict each other."""
+        from rlplace.files import check_output
+
+        check_output(self.out)
+        if self.model.endswith(".problem.json"):
+            raise InputError(f"{self.model} is a problem already; capture takes a model")
+
+    def run(self) -> int:
+        """Runs the verb."""
+        loaded = load(self.model, self.cluster, self)
+        assert loaded.graph is not None and loaded.build is not None
+        if self.level == "op":
+            problem = loaded.build(loaded.graph, level="op")
+        else:
+            problem = loaded.prepared_for(_LEVELS[self.level]).first
+        problem.save(self.out)
+        summary = {
+            "problem": self.out,
+            "fingerprint": problem.fingerprint,
+            "method": loaded.graph.capture["method"],
+            "graph_ops": loaded.graph.num_ops,
+            "flops": float(loaded.graph.op_flops.sum()),
+            "parameters_bytes": sum(p.size_bytes for p in loaded.graph.parameters if not p.is_buffer),
+            "ops": problem.num_ops,
+            "groups": problem.num_groups,
+            "devices": problem.num_devices,
+            "host": self.host_mode,
+            "op_times": (problem.source or {}).get("op_times", {}),
+            "notes": list(loaded.graph.capture.get("notes", [])),
+        }
+        if self.json:
+            print_json(summary)
+        else:
+            for key, value in summary.items():
+                print(f"{key:17s} {value}")
+        return 0

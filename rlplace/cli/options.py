@@ -1,13 +1,22 @@
-"""The options of a verb as one record: a field declares an argument of the parser, its type, its default and its help."""
+"""The options of a verb as one record: a field declares an argument of the parser, its type, its default and its help.
+
+And what verbs print: messages on stderr, results on stdout.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from inspect import get_annotations
-from typing import Any, Self
+from typing import Any, ClassVar, Self, TypeVar
+
+from rlplace.text import table
+
+T = TypeVar("T")
 
 DTYPES = ("fp32", "bf16", "fp16")
 AUTOCAST = ("bf16", "fp16")
@@ -87,7 +96,15 @@ def flag(help: str, group: str = "") -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of every verb."""
+    """Options of every verb, which runs with them.
+
+    Attributes:
+        HELP: What the verb does.
+        EXAMPLE: Last line of its help.
+    """
+
+    HELP: ClassVar[str]
+    EXAMPLE: ClassVar[str]
 
     debug: bool = flag("show the traceback of an error")
     json: bool = flag("print one JSON object")
@@ -121,6 +138,10 @@ class Options:
         Raises:
             InputError: They do.
         """
+
+    def run(self) -> int:
+        """Runs the verb, and returns its exit code."""
+        raise NotImplementedError
 
     def given(self, names: Iterable[str]) -> list[str]:
         """Returns those of these options that differ from their defaults, as they are written."""
@@ -167,3 +188,31 @@ class ModelOptions(Options):
         words = self.given(SIZES + PRICES)
         values = (getattr(self, word[2:].replace("-", "_")) for word in words)
         return [word if value is True else f"{word}={value}" for word, value in zip(words, values, strict=True)]
+
+
+def say(line: str) -> None:
+    """Prints a message to stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def print_json(data: Any) -> None:
+    """Prints one JSON object on stdout."""
+    print(json.dumps(data, allow_nan=False))
+
+
+def show(answer: Any, options: Options) -> None:
+    """Prints an answer as JSON or, without ``--json``, as text."""
+    if options.json:
+        print_json(answer.to_dict())
+    else:
+        print(answer.text())
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a plain table on stdout: first column left, the others right aligned."""
+    print("\n".join(table(header, rows)))
+
+
+def print_records(records: Sequence[T], cells: Mapping[str, Callable[[T], str]]) -> None:
+    """Prints a table with a row a record; `cells` has the text of every column by its header."""
+    print_table(list(cells), [[cell(record) for cell in cells.values()] for record in records])

@@ -25,8 +25,7 @@ from rlplace.cli.models import (
     machine_of,
     note_machine,
 )
-from rlplace.cli.options import MODEL, ModelOptions, argument, flag, natural, option, positive, seconds
-from rlplace.cli.output import print_json, say
+from rlplace.cli.options import MODEL, ModelOptions, argument, flag, natural, option, positive, print_json, say, seconds
 from rlplace.cli.plan_tables import show_memory, show_placement, show_strategy
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.plan.plan import PlacementPlan
@@ -41,14 +40,16 @@ if TYPE_CHECKING:
     from rlplace.planned import CapturedModel
     from rlplace.strategy.search.tries import SearchProblem
 
-HELP = "plan how the devices of a cluster train a model"
-EXAMPLE = "example: rlplace place hf:gpt2 --cluster a100-80g:4 --out gpt2.plan.json"
+
 KERNELS = ("foreach", "fused", "single")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceOptions(ModelOptions):
     """Options of the verb."""
+
+    HELP = "plan how the devices of a cluster train a model"
+    EXAMPLE = "example: rlplace place hf:gpt2 --cluster a100-80g:4 --out gpt2.plan.json"
 
     model: str = argument("MODEL", f"{MODEL}, *.problem.json")
     cluster: str | None = option("KIND:COUNT, KIND:HOSTSxCOUNT, joined by +; host (default); *.toml", None, "C")
@@ -113,19 +114,18 @@ class PlaceOptions(ModelOptions):
         """Seconds for the planner; None: no limit."""
         return 5.0 if self.time_limit is None and self.calls is None else self.time_limit
 
-
-def run(options: PlaceOptions) -> int:
-    """Runs the verb."""
-    reason = options.placement_reason
-    plan, show = answer(options) if reason is None else _place_groups(options, reason)
-    if options.out:
-        plan.save(options.out)
-        say(f"wrote {options.out}")
-    if options.json:
-        print_json(plan.to_dict())
-    else:
-        show()
-    return 0
+    def run(self) -> int:
+        """Runs the verb."""
+        reason = self.placement_reason
+        plan, show = answer(self) if reason is None else _place_groups(self, reason)
+        if self.out:
+            plan.save(self.out)
+            say(f"wrote {self.out}")
+        if self.json:
+            print_json(plan.to_dict())
+        else:
+            show()
+        return 0
 
 
 def answer(options: PlaceOptions) -> tuple[PlacementPlan, Callable[[], None]]:

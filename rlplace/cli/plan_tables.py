@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlplace.cli.models import basis_words
-from rlplace.cli.output import print_table
+from rlplace.cli.options import print_table
 from rlplace.cluster import Cluster
 from rlplace.cluster.links import FULL, Device, fullest_share, fullness
 from rlplace.errors import InputError

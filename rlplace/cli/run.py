@@ -8,10 +8,9 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rlplace.cli.options import OPTIMIZERS, Options, flag, natural, option, positive, rate, seconds
-from rlplace.cli.output import print_json, print_table
+from rlplace.cli.options import OPTIMIZERS, Options, flag, natural, option, positive, print_json, print_records, rate, seconds
 from rlplace.errors import InputError, MissingError
 from rlplace.text import gb, ms
 
@@ -19,13 +18,13 @@ if TYPE_CHECKING:
     from rlplace.plan.plan import PlacementPlan
     from rlplace.runtime.job.job import JobOptions, JobResult
 
-HELP = "under torchrun: train a plan's model as the plan says"
-EXAMPLE = "example: torchrun --nproc-per-node 4 -m rlplace run --plan gpt2.plan.json --steps 10 --verify"
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Options):
     """Options of the verb."""
+
+    HELP = "under torchrun: train a plan's model as the plan says"
+    EXAMPLE = "example: torchrun --nproc-per-node 4 -m rlplace run --plan gpt2.plan.json --steps 10 --verify"
 
     plan: str = option("plan that 'rlplace place MODEL' made", None, "P.plan.json", required=True)
     steps: int = option("training steps (10)", positive, "N", default=10)
@@ -43,21 +42,20 @@ class RunOptions(Options):
     resume: bool = flag("continue from the latest checkpoint, if there is one")
     timeout: float = option("how long a rank may stand still while others wait (300)", seconds, "S", default=300.0)
 
+    def run(self) -> int:
+        """Runs the verb on this rank."""
+        from rlplace.runtime.job import job
 
-def run(options: RunOptions) -> int:
-    """Runs the verb on this rank."""
-    from rlplace.runtime.job import job
-
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # closing sockets is no news
-    plan: PlacementPlan | InputError
-    try:
-        plan = _load(options)
-    except InputError as error:
-        if os.environ.get("RANK", "0") == "0":
-            raise
-        plan = error  # rank 0 reports what all ranks have: torchrun then ends the others while they wait for it
-    settings = job.JobOptions(**{field.name: getattr(options, field.name) for field in dataclasses.fields(job.JobOptions)})
-    return _train(plan, settings, options)
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # closing sockets is no news
+        plan: PlacementPlan | InputError
+        try:
+            plan = _load(self)
+        except InputError as error:
+            if os.environ.get("RANK", "0") == "0":
+                raise
+            plan = error  # rank 0 reports what all ranks have: torchrun then ends the others while they wait for it
+        settings = job.JobOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(job.JobOptions)})
+        return _train(plan, settings, self)
 
 
 def _load(options: RunOptions) -> PlacementPlan:
@@ -131,19 +129,16 @@ def _show(result: JobResult, options: RunOptions) -> None:
         print_json(result.to_dict())
         return
     print()
-    rows = [
-        [
-            str(rank["rank"]),
-            rank["host"],
-            rank["device"],
-            "-" if rank["stage"] is None else str(rank["stage"]),
-            ms(rank["median_step_s"]),
-            gb(rank["peak_memory_bytes"]),
-            gb(rank["predicted_memory_bytes"]),
-        ]
-        for rank in result.ranks
-    ]
-    print_table(["rank", "host", "device", "plan's device", "step ms", "peak GB", "predicted GB"], rows)
+    cells: dict[str, Callable[[Any], str]] = {
+        "rank": lambda rank: str(rank["rank"]),
+        "host": lambda rank: rank["host"],
+        "device": lambda rank: rank["device"],
+        "plan's device": lambda rank: "-" if rank["stage"] is None else str(rank["stage"]),
+        "step ms": lambda rank: ms(rank["median_step_s"]),
+        "peak GB": lambda rank: gb(rank["peak_memory_bytes"]),
+        "predicted GB": lambda rank: gb(rank["predicted_memory_bytes"]),
+    }
+    print_records(result.ranks, cells)
     print()
     print(f"engine {result.engine}")
     print(f"median step time {ms(result.step_s)} ms, predicted {ms(result.predicted_step_s)} ms")

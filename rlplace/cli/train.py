@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlplace.cli.models import compile_first
-from rlplace.cli.options import Options, natural, option, positive
-from rlplace.cli.output import print_json, say
+from rlplace.cli.options import Options, natural, option, positive, print_json, say
 from rlplace.errors import InputError, MissingError
 
 if TYPE_CHECKING:
     from rlplace.agents.config import TrainConfig
 
-HELP = "train a placer"
-EXAMPLE = "example: rlplace train --out runs/mine"
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Options):
     """Options of the verb."""
+
+    HELP = "train a placer"
+    EXAMPLE = "example: rlplace train --out runs/mine"
 
     problems: list[str] | None = option(
         "all, zoo or synthetic (endless sets; default all, without transformers zoo), or *.problem.json files and folders; for "
@@ -44,47 +43,46 @@ class TrainOptions(Options):
     calls: int = option("simulator calls per search in the table (256)", positive, "N", default=256)
     test: list[str] | None = option("files and folders that the table is made on (validation cases)", None, "P", nargs="+")
 
+    def run(self) -> int:
+        """Runs the verb."""
+        from rlplace.agents.problems import cases_of, closing_cases
+        from rlplace.agents.train import train
+        from rlplace.cli.compare import print_summaries
+        from rlplace.envs.base import PLACEMENT, REFINEMENT
+        from rlplace.explanation.compare.run import compare_agent
+        from rlplace.files import check_folder
 
-def run(options: TrainOptions) -> int:
-    """Runs the verb."""
-    from rlplace.agents.problems import cases_of, closing_cases
-    from rlplace.agents.train import train
-    from rlplace.cli.compare_table import print_summaries
-    from rlplace.envs.base import PLACEMENT, REFINEMENT
-    from rlplace.explanation.compare.run import compare_agent
-    from rlplace.files import check_folder
-
-    _check_device(options.device)
-    if options.resume and options.out and Path(options.out) != Path(options.resume):
-        raise InputError("--resume continues in its own folder; leave --out out")
-    out = Path(options.resume or options.out or "runs/agent")
-    check_folder(out)
-    config, problems = _config(options, out)
-    compile_first()
-    source = cases_of(problems, seed=config.seed, cluster=options.cluster, environment=config.environment)
-    places = config.environment in (PLACEMENT, REFINEMENT)
-    if options.test and not places:
-        raise InputError(f"--test: policies of {config.environment} place nothing; leave it out")
-    tests = cases_of(options.test) if options.test else None
-    if tests is not None and tests.count is None:
-        raise InputError(f"--test {tests.name}: has no end; name files or folders of *.problem.json")
-    resume, bar = bool(options.resume), sys.stderr.isatty()
-    done = train(source, config, out, resume=resume, progress_bar=bar, report=say)
-    say(f"{done} decisions done, saved in {out}")
-    if not places:
-        if options.json:
-            print_json({"out": str(out), "steps": done})
+        _check_device(self.device)
+        if self.resume and self.out and Path(self.out) != Path(self.resume):
+            raise InputError("--resume continues in its own folder; leave --out out")
+        out = Path(self.resume or self.out or "runs/agent")
+        check_folder(out)
+        config, problems = _config(self, out)
+        compile_first()
+        source = cases_of(problems, seed=config.seed, cluster=self.cluster, environment=config.environment)
+        places = config.environment in (PLACEMENT, REFINEMENT)
+        if self.test and not places:
+            raise InputError(f"--test: policies of {config.environment} place nothing; leave it out")
+        tests = cases_of(self.test) if self.test else None
+        if tests is not None and tests.count is None:
+            raise InputError(f"--test {tests.name}: has no end; name files or folders of *.problem.json")
+        resume, bar = bool(self.resume), sys.stderr.isatty()
+        done = train(source, config, out, resume=resume, progress_bar=bar, report=say)
+        say(f"{done} decisions done, saved in {out}")
+        if not places:
+            if self.json:
+                print_json({"out": str(out), "steps": done})
+            return 0
+        say("comparing on " + ("the given problems" if self.test else "cases of families that it was not trained on"))
+        tested = list(tests) if tests is not None else closing_cases(progress=say)
+        every, branchy = compare_agent(out, tested, calls=self.calls)
+        if self.json:
+            print_json({"out": str(out), "steps": done, **every.to_dict(), "branchy": branchy.to_dict()["summaries"]})
+        else:
+            print_summaries(every, f"{len(tested)} cases")
+            print_summaries(branchy, "branchy cases alone")
+            print(f"\nplace a model with it: rlplace place hf:gpt2 --cluster a100-80g:4 --agent {out}")
         return 0
-    say("comparing on " + ("the given problems" if options.test else "cases of families that it was not trained on"))
-    tested = list(tests) if tests is not None else closing_cases(progress=say)
-    every, branchy = compare_agent(out, tested, calls=options.calls)
-    if options.json:
-        print_json({"out": str(out), "steps": done, **every.to_dict(), "branchy": branchy.to_dict()["summaries"]})
-    else:
-        print_summaries(every, f"{len(tested)} cases")
-        print_summaries(branchy, "branchy cases alone")
-        print(f"\nplace a model with it: rlplace place hf:gpt2 --cluster a100-80g:4 --agent {out}")
-    return 0
 
 
 def _check_device(name: str) -> None:

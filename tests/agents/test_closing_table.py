@@ -1,7 +1,7 @@
 """The table at the end of a training: the agent beside classical planners on given cases."""
 
 from rlplace.agents.problems.cases import ProblemCase
-from rlplace.cli.compare_table import print_summaries
+from rlplace.cli.compare import print_summaries
 from rlplace.explanation.compare.run import compare_agent
 from rlplace.problem.generate import random_problem
 from tests.toys import memory_tight_pair

@@ -187,7 +187,7 @@ def test_interrupt_is_130(capsys, monkeypatch, problem_file):
     def interrupted(options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rlplace.cli.place.run", interrupted)
+    monkeypatch.setattr("rlplace.cli.place.PlaceOptions.run", interrupted)
     code, _, err = run(capsys, "place", problem_file)
     assert code == 130 and last_line(err) == "rlplace: interrupted"
 

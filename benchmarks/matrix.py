@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ROOT, arguments, markdown, write_between
-from rlplace.cli.compare_table import print_comparison
+from rlplace.cli.compare import print_comparison
 from rlplace.cluster.parse import parse
 from rlplace.cost.price import price
 from rlplace.explanation.compare import Case, Comparison, Settings, Store, compare, gather

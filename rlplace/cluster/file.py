@@ -16,12 +16,11 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from msgspec import Meta, field, structs
 
 from rlplace.cluster.fabric import Fabric
 from rlplace.cluster.interconnect import Host, build_links, parse_network
-from rlplace.cluster.links import Device, Links
+from rlplace.cluster.links import Device, Links, LinksTable
 from rlplace.cluster.parse import MAX_DEVICES, Cluster, default_devices, default_host
 from rlplace.cluster.presets import DeviceKind, find_kind, kind_names
 from rlplace.cluster.topology import Resource, Topology, TransferPath, lower
@@ -132,23 +131,7 @@ def _devices(value: str | list[str], names: list[str], where: str) -> list[str]:
 FORMAT = "rlplace.cluster"
 VERSION = 1
 
-_Matrix = list[list[Annotated[float, Meta(ge=0, le=1e300)]]]
-_Channel = Annotated[int, Meta(ge=0, lt=1 << 20)]
 _KIND_KEYS = {item.name for item in structs.fields(DeviceKind)}
-
-
-class _Links(Record, frozen=True):
-    """The table ``[links]``.
-
-    Attributes:
-        bandwidth_bytes_per_s: Devices by devices, a row per sender; 0: no link.
-        latency_s: Devices by devices.
-        channels: By ordered pair the numbers of the resources that a transfer holds; None: every pair has its own.
-    """
-
-    bandwidth_bytes_per_s: _Matrix
-    latency_s: _Matrix
-    channels: list[list[list[_Channel]]] | None = None
 
 
 class _Interconnect(Record, frozen=True):
@@ -197,7 +180,7 @@ class _ClusterFile(Record, frozen=True):
     device: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_DEVICES)]
     name: Text | None = None
     kind: tuple[dict[str, Any], ...] = ()
-    links: _Links | None = None
+    links: LinksTable | None = None
     interconnect: _Interconnect | None = None
     topology: TopologyTable | None = None
     fabric: tuple[Fabric, ...] | None = None
@@ -289,7 +272,7 @@ def _parse(data: dict[str, Any], path: str) -> Cluster:
     if len(link_keys) > 1:
         raise InputError(f"cluster: give either [{link_keys[0]}] or [{link_keys[1]}], not both")
     if file.links is not None:
-        links = _matrix_links(file.links, len(devices))
+        links = file.links.links()
     elif file.topology is not None:
         links = topology_links(file.topology, [device.name for device in devices])
     else:
@@ -342,18 +325,6 @@ def _rule_links(kinds: list[DeviceKind], hosts: tuple[int, ...], chosen: _Interc
     network = None if chosen.network is None else parse_network(chosen.network)
     table = [by_host.get(number, Host("pcie", parse_network("eth=25g"))) for number in range(max(hosts) + 1)]
     return build_links(kinds, hosts, [Host(chosen.inside or host.fabric, network or host.network) for host in table])
-
-
-def _matrix_links(table: _Links, count: int) -> Links:
-    for key in table.__struct_fields__:
-        rows = getattr(table, key)
-        if rows is not None and (len(rows) != count or any(len(row) != count for row in rows)):
-            raise InputError(f"links.{key}: expected a {count} x {count} matrix")
-    for i, row in enumerate(table.channels or ()):
-        if any(len(set(channels)) != len(channels) for channels in row):
-            raise InputError(f"links.channels[{i}]: the numbers of a pair's channels must be distinct")
-    channels = None if table.channels is None else tuple(tuple(map(tuple, row)) for row in table.channels)
-    return Links(np.array(table.bandwidth_bytes_per_s), np.array(table.latency_s), channels)
 
 
 def _lines(table: Mapping[str, Any], path: str = "", *, row_by_row: bool = False) -> Iterator[str]:

@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
-from rlplace.cluster.fabric import Fabric
+from rlplace.cluster.fabric import Fabric, check_fabrics
+from rlplace.errors import InputError
+from rlplace.records import Record
 
 Channels = tuple[tuple[tuple[int, ...], ...], ...]
+
+MAX_SECONDS = 1e9
+MIN_BANDWIDTH = 1e-3
+MAX_CHANNEL = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -57,12 +66,39 @@ class Links:
         channels: ``channels[i][j]`` names the resources that a transfer from i to j holds while it runs; None gives every
             ordered pair a channel of its own.
         fabrics: Devices joined by one interconnect, with the times of their collectives.
+
+    Raises:
+        InputError: On construction, when a matrix has another form, or a number is out of range.
     """
 
     bandwidth_bytes_per_s: NDArray[np.float64]
     latency_s: NDArray[np.float64]
     channels: Channels | None = None
     fabrics: tuple[Fabric, ...] = ()
+
+    def __post_init__(self) -> None:
+        count = len(self.latency_s)
+        limits = {"bandwidth_bytes_per_s": (MIN_BANDWIDTH, np.inf), "latency_s": (0.0, MAX_SECONDS)}
+        for name, (least, most) in limits.items():
+            matrix = getattr(self, name)
+            matrix.setflags(write=False)
+            if matrix.shape != (count, count):
+                raise InputError(f"links.{name}: expected a {count} x {count} matrix, found shape {matrix.shape}")
+            bad = ~((matrix == 0) | ((matrix >= least) & (matrix <= most) & np.isfinite(matrix)))
+            if bad.any():
+                i, j = np.argwhere(bad)[0]
+                span = f"up to {most:g} seconds" if most < np.inf else f"0 (no link), or a finite number from {least:g} up"
+                raise InputError(f"links.{name}[{i}][{j}]: expected {span}, found {matrix[i, j]}")
+        check_fabrics(self.fabrics, count)
+        if self.channels is None:
+            return
+        if len(self.channels) != count or any(len(row) != count for row in self.channels):
+            raise InputError(f"links.channels: expected a {count} x {count} matrix of lists")
+        for held in set(chain.from_iterable(self.channels)):
+            if len(set(held)) != len(held):
+                raise InputError(f"links.channels: a channel appears twice in {list(held)[:8]}; name every channel once")
+            if held and not 0 <= min(held) <= max(held) < MAX_CHANNEL:
+                raise InputError(f"links.channels: numbers must be in 0..{MAX_CHANNEL - 1}, found {list(held)[:8]}")
 
     @cached_property
     def effective_channels(self) -> Channels:
@@ -78,3 +114,37 @@ class Links:
         if bandwidth == 0.0:
             return float("inf")
         return float(self.latency_s[source, destination] + size_bytes / bandwidth)
+
+
+_Channel = Annotated[int, Meta(ge=0, lt=MAX_CHANNEL)]
+
+
+class LinksTable(Record, frozen=True):
+    """Links as they stand in files of problems and clusters.
+
+    Attributes:
+        bandwidth_bytes_per_s: Devices by devices, a row per sender; 0: no link.
+        latency_s: Devices by devices.
+        channels: By ordered pair the numbers of the resources that a transfer holds; null: every pair has its own.
+    """
+
+    bandwidth_bytes_per_s: list[list[float]]
+    latency_s: list[list[float]]
+    channels: tuple[tuple[tuple[_Channel, ...], ...], ...] | None = None
+
+    def links(self, fabrics: tuple[Fabric, ...] = ()) -> Links:
+        """Returns the links.
+
+        Raises:
+            InputError: They are no square matrices, or a number is out of range.
+        """
+        tables = self.bandwidth_bytes_per_s, self.latency_s
+        bandwidth, latency = (matrix(rows, f"links.{name}") for rows, name in zip(tables, self.__struct_fields__, strict=False))
+        return Links(bandwidth, latency, self.channels, fabrics)
+
+
+def matrix(rows: list[list[float]], where: str) -> NDArray[np.float64]:
+    """Returns rows of a file as a matrix; refuses rows of unlike lengths."""
+    if len({len(row) for row in rows}) > 1:
+        raise InputError(f"{where}: expected a matrix (a list of equally long lists of numbers)")
+    return np.array(rows, dtype=np.float64)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from rlplace.cluster.fabric import check_fabrics
 from rlplace.cluster.interconnect import Host, build_links, parse_network
 from rlplace.cluster.links import Device, Links
 from rlplace.cluster.presets import DeviceKind, find_kind, kind_names
@@ -49,8 +48,6 @@ class Cluster:
     text: str | None = None
 
     def __post_init__(self) -> None:
-        for matrix in (self.links.bandwidth_bytes_per_s, self.links.latency_s):
-            matrix.setflags(write=False)
         check_cluster(self)
 
     @staticmethod
@@ -121,10 +118,8 @@ def check_cluster(cluster: Cluster) -> None:
         check(DeviceKind, kind, f"cluster: kind {kind.name[:80]!r}")
     if any(not 0 <= host < MAX_DEVICES for host in cluster.hosts):
         raise InputError(f"cluster: host numbers must be in 0..{MAX_DEVICES - 1}")
-    try:
-        check_fabrics(cluster.links.fabrics, count)
-    except InputError as error:
-        raise InputError(f"cluster: {error}") from None
+    if len(cluster.links.latency_s) != count:
+        raise InputError(f"cluster: links are of {len(cluster.links.latency_s)} devices, the cluster has {count}")
 
 
 _COUNT = re.compile(r"(?:(\d{1,6})x)?(\d{1,6})", re.IGNORECASE)

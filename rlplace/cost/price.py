@@ -97,7 +97,6 @@ def price(
         weight_bytes=weight,
         gradient_bytes=gradient,
         optimizer_bytes=optimizer,
-        group_device=np.full(grouping.num_groups, -1, dtype=np.int32),
         **vars(ops),
         op_dims=dict(graph.op_dims) if level == "op" else {},
         source=source,

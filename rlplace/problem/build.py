@@ -20,7 +20,7 @@ from rlplace.cluster.links import Device, Links
 from rlplace.errors import InputError, show
 from rlplace.limits import MAX_BYTES
 from rlplace.problem.check import COLLECTIVE
-from rlplace.problem.problem import FORWARD, PHASES, RESIDENT_PARTS, Collective, Problem
+from rlplace.problem.problem import PHASES, Collective, Problem
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -51,11 +51,6 @@ def tensor_fields(rows: Sequence[TensorRow]) -> dict[str, Any]:
         "consumer_ptr": np.cumsum([0, *map(len, consumers)], dtype=np.int64),
         "consumers": np.array(list(chain.from_iterable(consumers)), dtype=np.int32),
     }
-
-
-def unknown_parts(groups: int) -> dict[str, Any]:
-    """Returns the fields of a `Problem` about the parts of resident bytes, where they are not known."""
-    return dict.fromkeys(RESIDENT_PARTS, np.full(groups, -1, dtype=np.int64))
 
 
 def build_problem(
@@ -99,20 +94,17 @@ def build_problem(
         latency = np.broadcast_to(np.asarray(latency_s, dtype=np.float64), (devices, devices)).copy()
         links = Links(bandwidth, latency)
     members = {op for took, _ in collectives for op in took}
+    left_out: dict[str, Any] = {"resident_bytes": resident_bytes, "group_device": group_device}
+    left_out |= {"op_phase": phase, "temporary_bytes": temporary_bytes}
     return Problem(
         name=name,
-        samples_per_microbatch=1,
         devices=tuple(Device(f"gpu{i}", limit) for i, limit in enumerate(memory_bytes)),
         links=links,
         group_names=tuple(f"group{i}" for i in range(groups)),
-        resident_bytes=np.array([0] * groups if resident_bytes is None else resident_bytes, dtype=np.int64),
-        **unknown_parts(groups),
-        group_device=np.array([-1] * groups if group_device is None else group_device, dtype=np.int32),
         op_names=tuple(f"op{i}" for i in range(ops)),
-        op_group=op_group.astype(np.int32),
-        op_phase=np.array([FORWARD] * ops if phase is None else phase, dtype=np.int8),
+        op_group=op_group,
         time_s=np.array(time_s, dtype=np.float64).reshape(ops, devices),
-        temporary_bytes=np.array([0] * ops if temporary_bytes is None else temporary_bytes, dtype=np.int64),
+        **left_out,
         **tensor_fields(
             [(-1 if t.producer is None else t.producer, -1 if t.owner is None else t.owner, t[1], t[2]) for t in tensors]
         ),
@@ -155,16 +147,14 @@ def problem_from_networkx(graph: nx.DiGraph, cluster: Cluster, *, name: str = "n
     temporary = [_whole(d.get("temporary_bytes", 0), f"node {show(n)}: temporary_bytes") for n, d in graph.nodes(data=True)]
     return Problem(
         name=name,
-        samples_per_microbatch=1,
         devices=devices,
         links=links,
         group_names=tuple(group_index),
-        resident_bytes=np.array([resident.get(g, 0) for g in range(len(group_index))], dtype=np.int64),
-        **unknown_parts(len(group_index)),
-        group_device=np.array([fixed.get(g, -1) for g in range(len(group_index))], dtype=np.int32),
+        resident_bytes=np.array([resident.get(g, 0) for g in range(len(group_index))]),
+        group_device=np.array([fixed.get(g, -1) for g in range(len(group_index))]),
         op_names=tuple(str(node) for node in nodes),
-        op_group=np.array(op_group, dtype=np.int32),
-        op_phase=np.array([_phase(d.get("phase", "forward"), n) for n, d in graph.nodes(data=True)], dtype=np.int8),
+        op_group=np.array(op_group),
+        op_phase=np.array([_phase(d.get("phase", "forward"), n) for n, d in graph.nodes(data=True)]),
         time_s=np.array(times, dtype=np.float64).reshape(len(nodes), len(devices)),
         temporary_bytes=np.array(temporary, dtype=np.int64),
         **tensor_fields([(key[0], -1, sizes[key], sorted(readers)) for key, readers in tensors.items()]),

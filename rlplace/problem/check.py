@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace import limits
-from rlplace.cluster.fabric import check_fabrics
+from rlplace.cluster.links import MAX_CHANNEL, MAX_SECONDS
 from rlplace.errors import InputError, show
 from rlplace.limits import MAX_BYTES
 from rlplace.problem.order import topological_order
@@ -17,9 +18,6 @@ from rlplace.problem.order import topological_order
 if TYPE_CHECKING:
     from rlplace.problem.problem import Problem
 
-MAX_SECONDS = 1e9
-MIN_BANDWIDTH = 1e-3
-MAX_CHANNEL = 1 << 20
 COLLECTIVE = "collective"
 """The `op_kind` of ops that take part in a collective."""
 
@@ -31,7 +29,6 @@ def check_problem(problem: Problem) -> NDArray[np.int32]:
         InputError: Names the first field, item and value that is wrong.
     """
     _check_devices(problem)
-    _check_links(problem)
     _check_groups(problem)
     _check_ops(problem)
     _check_tensors(problem)
@@ -86,6 +83,45 @@ def refuse(bad: Any, record: str, where: str, what: str) -> None:
         raise InputError(f"{record}: {where.format(first(bad))}: {what}")
 
 
+def check_arrays(record: Any, name: str, count: int, ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Checks arrays of a record, [count] each.
+
+    Args:
+        record: Has the arrays as attributes.
+        name: Name of the record, for messages.
+        count: Number of values of each.
+        ranges: Least and largest value by attribute; NaN is outside of every range.
+
+    Raises:
+        InputError: Names the first array, item and value that is wrong.
+    """
+    for field, (low, high) in ranges.items():
+        values = getattr(record, field)
+        if values.shape != (count,):
+            raise InputError(f"{name}: {field}: expected {count} values, found shape {values.shape}")
+        bad = ~((values >= low) & (values <= high))
+        if bad.any():
+            raise InputError(f"{name}: {field}[{first(bad)}]: {values[first(bad)]} is outside {low}..{high}")
+
+
+def check_consumers(record: Any, name: str, ops: int, *, ordered: bool = False) -> None:
+    """Checks the consumers of tensors: offsets, op numbers, none twice and, with `ordered`, in ascending order.
+
+    Raises:
+        InputError: Names what is wrong.
+    """
+    ptr, consumers = record.consumer_ptr, record.consumers
+    if ptr.shape != (record.num_tensors + 1,) or ptr[0] != 0 or ptr[-1] != len(consumers) or (np.diff(ptr) < 0).any():
+        raise InputError(f"{name}: consumer_ptr: offsets are not a partition of the consumer list")
+    check_arrays(record, name, len(consumers), {"consumers": (0, ops - 1)})
+    key = record.edge_tensor.astype(np.int64) * ops + consumers
+    key = key if ordered else np.sort(key)
+    wrong = key[1:] <= key[:-1]
+    if wrong.any():
+        what = "must be distinct and in execution order" if ordered else "a consumer appears twice"
+        raise InputError(f"{name}: consumers of tensor {int(key[1:][wrong][0] // ops)}: {what}")
+
+
 def first(mask: Any) -> int:
     """Returns the first item of a mask that is set."""
     return int(np.flatnonzero(mask)[0])
@@ -93,15 +129,6 @@ def first(mask: Any) -> int:
 
 def _fail(where: str, what: str) -> InputError:
     return InputError(f"problem: {where}: {what}")
-
-
-def _check_bytes(values: NDArray[np.int64], where: str, count: int, least: int = 0) -> None:
-    if values.shape != (count,):
-        raise _fail(where, f"expected {count} values, found shape {values.shape}")
-    bad = (values < least) | (values > MAX_BYTES)
-    if bad.any():
-        index = first(bad)
-        raise _fail(f"{where}[{index}]", f"{int(values[index])} is outside 0..{MAX_BYTES}")
 
 
 def _check_devices(problem: Problem) -> None:
@@ -120,40 +147,8 @@ def _check_devices(problem: Problem) -> None:
                 raise _fail(where, f"memory_bytes must be positive (null for no limit), found {device.memory_bytes}")
             if device.reserved_bytes > device.memory_bytes:
                 raise _fail(where, f"reserved_bytes {device.reserved_bytes} exceeds memory_bytes {device.memory_bytes}")
-
-
-def _check_links(problem: Problem) -> None:
-    count = problem.num_devices
-    for name in ("bandwidth_bytes_per_s", "latency_s"):
-        matrix = getattr(problem.links, name)
-        if matrix.shape != (count, count):
-            raise _fail(f"links.{name}", f"expected a {count} x {count} matrix, found shape {matrix.shape}")
-        bad = ~np.isfinite(matrix) | (matrix < 0)
-        if bad.any():
-            i, j = np.argwhere(bad)[0]
-            raise _fail(f"links.{name}[{i}][{j}]", f"{matrix[i, j]} is not a finite non-negative number")
-    slow = (problem.links.bandwidth_bytes_per_s > 0) & (problem.links.bandwidth_bytes_per_s < MIN_BANDWIDTH)
-    if slow.any():
-        i, j = np.argwhere(slow)[0]
-        raise _fail(f"links.bandwidth_bytes_per_s[{i}][{j}]", f"must be 0 (no link) or at least {MIN_BANDWIDTH:g}")
-    if (problem.links.latency_s > MAX_SECONDS).any():
-        raise _fail("links.latency_s", f"{problem.links.latency_s.max()} is more than {MAX_SECONDS:g} seconds")
-    try:
-        check_fabrics(problem.links.fabrics, count)
-    except InputError as error:
-        raise _fail("links", str(error)) from None
-    channels = problem.links.channels
-    if channels is None:
-        return
-    if len(channels) != count or any(len(row) != count for row in channels):
-        raise _fail("links.channels", f"expected a {count} x {count} matrix of lists")
-    for i, row in enumerate(channels):
-        for j, held in enumerate(row):
-            where = f"links.channels[{i}][{j}]"
-            if any(not 0 <= c < MAX_CHANNEL for c in held):
-                raise _fail(where, f"channel numbers must be in 0..{MAX_CHANNEL - 1}")
-            if len(set(held)) != len(held):
-                raise _fail(where, "a channel appears twice")
+    if len(problem.links.latency_s) != problem.num_devices:
+        raise _fail("links", f"are of {len(problem.links.latency_s)} devices, the problem has {problem.num_devices}")
 
 
 def _check_groups(problem: Problem) -> None:
@@ -161,11 +156,9 @@ def _check_groups(problem: Problem) -> None:
 
     count = problem.num_groups
     check_names(problem.group_names, "problem", "groups")
-    _check_bytes(problem.resident_bytes, "groups.resident_bytes", count)
-    parts = []
-    for name in RESIDENT_PARTS:
-        _check_bytes(getattr(problem, name), f"groups.{name}", count, least=-1)
-        parts.append(getattr(problem, name))
+    ranges = {"resident_bytes": (0, MAX_BYTES), "group_device": (-1, problem.num_devices - 1)}
+    check_arrays(problem, "problem", count, ranges | dict.fromkeys(RESIDENT_PARTS, (-1, MAX_BYTES)))
+    parts = [getattr(problem, name) for name in RESIDENT_PARTS]
     known = np.stack(parts) >= 0 if count else np.zeros((3, 0), dtype=bool)
     partial = known.any(axis=0) & ~known.all(axis=0)
     refuse(partial, "problem", "groups[{}]", "weight_bytes, gradient_bytes and optimizer_bytes go together")
@@ -174,23 +167,17 @@ def _check_groups(problem: Problem) -> None:
         index = first(wrong)
         total = int(sum(int(p[index]) for p in parts))
         raise _fail(f"groups[{index}]", f"parts add up to {total}, resident_bytes is {int(problem.resident_bytes[index])}")
-    device = problem.group_device
-    if device.shape != (count,) or (device < -1).any() or (device >= problem.num_devices).any():
-        raise _fail("groups.device", f"must be one of {problem.num_devices} devices or null for each of {count} groups")
 
 
 def _check_ops(problem: Problem) -> None:
+    from rlplace.problem.problem import PHASES
+
     count, devices = problem.num_ops, problem.num_devices
     if count == 0:
         raise _fail("ops", "the graph is empty; a problem needs at least one op")
     check_names(problem.op_names, "problem", "ops")
-    if problem.op_group.shape != (count,) or problem.op_phase.shape != (count,):
-        raise _fail("ops", "group and phase must be given for every op")
-    bad = (problem.op_group < 0) | (problem.op_group >= problem.num_groups)
-    if bad.any():
-        raise _fail(f"ops[{first(bad)}].group", f"{int(problem.op_group[bad][0])} is not one of {problem.num_groups} groups")
-    if (problem.op_phase < 0).any() or (problem.op_phase > 3).any():
-        raise _fail("ops.phase", "must be forward, backward, backward_weight or update")
+    ranges = {"op_group": (0, problem.num_groups - 1), "op_phase": (0, len(PHASES) - 1), "temporary_bytes": (0, MAX_BYTES)}
+    check_arrays(problem, "problem", count, ranges)
     times = problem.time_s
     if times.shape != (count, devices):
         raise _fail("ops.time_s", f"expected {count} x {devices} values, found shape {times.shape}")
@@ -199,31 +186,17 @@ def _check_ops(problem: Problem) -> None:
         i, j = np.argwhere(bad_time)[0]
         raise _fail(f"ops[{i}].time_s[{j}]", f"{times[i, j]} is not in 0..{MAX_SECONDS:g} seconds")
     refuse(np.isnan(times).all(axis=1), "problem", "ops[{}].time_s", "null on every device; the op cannot run anywhere")
-    _check_bytes(problem.temporary_bytes, "ops.temporary_bytes", count)
     if problem.op_kind is not None and len(problem.op_kind) != count:
         raise _fail("ops.kind", f"expected {count} values")
 
 
 def _check_tensors(problem: Problem) -> None:
     count, ops = problem.num_tensors, problem.num_ops
-    _check_bytes(problem.tensor_bytes, "tensors.bytes", count)
-    producer, owner = problem.tensor_producer, problem.tensor_owner
-    if producer.shape != (count,) or owner.shape != (count,) or problem.consumer_ptr.shape != (count + 1,):
-        raise _fail("tensors", "producer, owner and consumers must be given for every tensor")
-    refuse((producer >= 0) == (owner >= 0), "problem", "tensors[{}]", "needs exactly one of producer and owner")
-    bad = (producer < -1) | (producer >= ops) | (owner < -1) | (owner >= problem.num_groups)
-    refuse(bad, "problem", "tensors[{}]", "producer or owner is out of range")
-    ptr = problem.consumer_ptr
-    if ptr[0] != 0 or ptr[-1] != len(problem.consumers) or (np.diff(ptr) < 0).any():
-        raise _fail("tensors.consumers", "offsets are not a partition of the consumer list")
-    bad = (problem.consumers < 0) | (problem.consumers >= ops)
-    if bad.any():
-        edge = first(bad)
-        raise _fail(f"tensors[{int(problem.edge_tensor[edge])}].consumers", f"op {int(problem.consumers[edge])} does not exist")
-    key = np.sort(problem.edge_tensor.astype(np.int64) * ops + problem.consumers)
-    twice = key[1:] == key[:-1]
-    if twice.any():
-        raise _fail(f"tensors[{int(key[1:][twice][0] // ops)}].consumers", "a consumer appears twice")
+    ranges = {"tensor_bytes": (0, MAX_BYTES), "tensor_producer": (-1, ops - 1), "tensor_owner": (-1, problem.num_groups - 1)}
+    check_arrays(problem, "problem", count, ranges)
+    exactly_one = (problem.tensor_producer >= 0) != (problem.tensor_owner >= 0)
+    refuse(~exactly_one, "problem", "tensors[{}]", "needs exactly one of producer and owner")
+    check_consumers(problem, "problem", ops)
     for tensor, matrix in problem.tensor_transfer_s.items():
         where = f"tensors[{tensor}].transfer_s"
         if matrix.shape != (problem.num_devices, problem.num_devices):

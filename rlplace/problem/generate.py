@@ -85,7 +85,6 @@ def random_problem(
         weight_bytes=weight.copy(),
         gradient_bytes=gradient.copy(),
         optimizer_bytes=optimizer,
-        group_device=np.full(num_groups, -1, dtype=np.int32),
         op_names=tuple(f"group{i}/{('forward', 'backward', 'update')[p]}" for i in range(num_groups) for p in range(phases)),
         op_group=op_group,
         op_phase=op_phase,

@@ -12,7 +12,7 @@ from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from rlplace.cluster.fabric import fabrics_from_list
-from rlplace.cluster.links import Device, Links
+from rlplace.cluster.links import Device, LinksTable, matrix
 from rlplace.errors import InputError, show
 from rlplace.files import check_header, read_record, without_collections
 from rlplace.problem.build import tensor_fields
@@ -128,7 +128,6 @@ def _tensor_entries(problem: Problem) -> list[_TensorEntry]:
 
 
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
-_Matrix = list[list[float]]
 
 
 class _DeviceEntry(Record, frozen=True):
@@ -147,19 +146,13 @@ class _DeviceEntry(Record, frozen=True):
     kind: str | None = None
 
 
-class _LinksEntry(Record, frozen=True):
+class _LinksEntry(LinksTable, frozen=True):
     """Links of a problem file; fabrics are read by `rlplace.cluster.fabric`.
 
     Attributes:
-        bandwidth_bytes_per_s: Devices by devices, a row per sender; 0: no link.
-        latency_s: Devices by devices.
-        channels: By ordered pair the numbers of the resources that a transfer holds; null: every pair has its own.
         fabrics: As ``[[fabric]]`` of a cluster file.
     """
 
-    bandwidth_bytes_per_s: _Matrix
-    latency_s: _Matrix
-    channels: tuple[tuple[tuple[WideInt, ...], ...], ...] | None = None
     fabrics: Any = ()
 
 
@@ -222,7 +215,7 @@ class _TensorEntry(Record, frozen=True, gc=False, omit_defaults=True, kw_only=Tr
     owner: Index | None = None
     size_bytes: Bytes = msgspec.field(name="bytes")
     consumers: list[Index]
-    transfer_s: _Matrix | None = None
+    transfer_s: list[list[float]] | None = None
 
 
 class _ProblemEntry(Record, frozen=True):
@@ -262,7 +255,7 @@ def _parse(data: dict[str, Any]) -> Problem:
     count = len(entry.devices)
     if not count:
         raise InputError("problem: devices: a problem needs at least one device")
-    ops, groups, tensors, links = entry.ops, entry.groups, entry.tensors, entry.links
+    ops, groups, tensors = entry.ops, entry.groups, entry.tensors
     dims = {index: op.dims for index, op in enumerate(ops) if op.dims is not None}
     kinds = tuple(op.kind for op in ops)
     number = {phase: index for index, phase in enumerate(PHASES)}
@@ -270,12 +263,7 @@ def _parse(data: dict[str, Any]) -> Problem:
         name=entry.name,
         samples_per_microbatch=entry.samples_per_microbatch,
         devices=tuple(Device(**asdict(device)) for device in entry.devices),
-        links=Links(
-            bandwidth_bytes_per_s=_matrix(links.bandwidth_bytes_per_s, "links.bandwidth_bytes_per_s"),
-            latency_s=_matrix(links.latency_s, "links.latency_s"),
-            channels=links.channels,
-            fabrics=fabrics_from_list(links.fabrics, count),
-        ),
+        links=entry.links.links(fabrics_from_list(entry.links.fabrics, count)),
         group_names=tuple(group.name for group in groups),
         resident_bytes=_numbers([group.resident_bytes for group in groups]),
         weight_bytes=_numbers([group.weight_bytes for group in groups]),
@@ -296,7 +284,7 @@ def _parse(data: dict[str, Any]) -> Problem:
         op_kind=kinds if any(kinds) else None,
         op_dims=dims,
         tensor_transfer_s={
-            index: _matrix(tensor.transfer_s, f"tensors[{index}].transfer_s")
+            index: matrix(tensor.transfer_s, f"problem: tensors[{index}].transfer_s")
             for index, tensor in enumerate(tensors)
             if tensor.transfer_s is not None
         },
@@ -316,9 +304,3 @@ def _times(rows: list[float | list[float | None] | None], num_devices: int) -> N
             raise InputError(f"problem: ops[{index}].time_s: expected {num_devices} values, found {len(row)}")
     full = [row if isinstance(row, list) else [row] * num_devices for row in rows]
     return np.array(full, dtype=np.float64).reshape(len(rows), num_devices)  # None becomes NaN
-
-
-def _matrix(rows: _Matrix, where: str) -> NDArray[np.float64]:
-    if len({len(row) for row in rows}) > 1:
-        raise InputError(f"problem: {where}: expected a matrix (a list of equally long lists of numbers)")
-    return np.array(rows, dtype=np.float64)

@@ -31,6 +31,18 @@ FORWARD, BACKWARD, BACKWARD_WEIGHT, UPDATE = range(4)
 
 RESIDENT_PARTS = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
 
+_GROUP, _OP, _TENSOR = "group_names", "op_names", "tensor_bytes"
+_ARRAYS: Mapping[str, tuple[Any, str, int]] = {
+    "resident_bytes": (np.int64, _GROUP, 0), **dict.fromkeys(RESIDENT_PARTS, (np.int64, _GROUP, -1)),
+    "group_device": (np.int32, _GROUP, -1), "op_group": (np.int32, _OP, -1), "op_phase": (np.int8, _OP, FORWARD),
+    "time_s": (np.float64, _OP, 0), "temporary_bytes": (np.int64, _OP, 0), "tensor_producer": (np.int32, _TENSOR, -1),
+    "tensor_owner": (np.int32, _TENSOR, -1), "tensor_bytes": (np.int64, _TENSOR, 0), "consumer_ptr": (np.int64, _TENSOR, 0),
+    "consumers": (np.int32, _TENSOR, 0),
+}  # fmt: skip
+"""Type of each array, the field that is as long, and the value of all entries where it is left out."""
+
+_LEFT_OUT: Any = None
+
 WideInt = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
 
 
@@ -85,25 +97,25 @@ class Problem:
     """
 
     name: str
-    samples_per_microbatch: int
     devices: tuple[Device, ...]
     links: Links
     group_names: tuple[str, ...]
-    resident_bytes: NDArray[np.int64]
-    weight_bytes: NDArray[np.int64]
-    gradient_bytes: NDArray[np.int64]
-    optimizer_bytes: NDArray[np.int64]
-    group_device: NDArray[np.int32]
     op_names: tuple[str, ...]
     op_group: NDArray[np.int32]
-    op_phase: NDArray[np.int8]
     time_s: NDArray[np.float64]
-    temporary_bytes: NDArray[np.int64]
     tensor_producer: NDArray[np.int32]
-    tensor_owner: NDArray[np.int32]
     tensor_bytes: NDArray[np.int64]
     consumer_ptr: NDArray[np.int64]
     consumers: NDArray[np.int32]
+    samples_per_microbatch: int = 1
+    resident_bytes: NDArray[np.int64] = _LEFT_OUT
+    weight_bytes: NDArray[np.int64] = _LEFT_OUT
+    gradient_bytes: NDArray[np.int64] = _LEFT_OUT
+    optimizer_bytes: NDArray[np.int64] = _LEFT_OUT
+    group_device: NDArray[np.int32] = _LEFT_OUT
+    op_phase: NDArray[np.int8] = _LEFT_OUT
+    temporary_bytes: NDArray[np.int64] = _LEFT_OUT
+    tensor_owner: NDArray[np.int32] = _LEFT_OUT
     op_kind: tuple[str, ...] | None = None
     op_dims: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     tensor_transfer_s: Mapping[int, NDArray[np.float64]] = field(default_factory=dict)
@@ -115,6 +127,10 @@ class Problem:
     def __post_init__(self) -> None:
         from rlplace.problem.check import check_problem, freeze
 
+        for name, (kind, axis, default) in _ARRAYS.items():
+            values = getattr(self, name)
+            values = np.full(len(getattr(self, axis)), default) if values is None else np.asarray(values)
+            object.__setattr__(self, name, values.astype(kind, casting="same_kind" if values.size else "unsafe", copy=False))
         freeze(self)
         object.__setattr__(self, "topological_order", check_problem(self))
 

@@ -106,14 +106,14 @@ def test_kinds_of_ones_own(tmp_path):
         (HEAD + DEVICE + "[links]\nbandwidth_bytes_per_s=[[0, 1]]\nlatency_s=[[0]]", "1 x 1 matrix"),
         (
             HEAD + DEVICE + "[links]\nbandwidth_bytes_per_s=[[-1]]\nlatency_s=[[0]]",
-            "links.bandwidth_bytes_per_s.*in 0..1e.300, found -1",
+            "links.bandwidth_bytes_per_s.*finite number from 0.001 up, found -1",
         ),
         (
             HEAD + DEVICE + "[links]\nbandwidth_bytes_per_s=[['x']]\nlatency_s=[[0]]",
             "links.bandwidth_bytes_per_s.*expected a number.*found 'x'",
         ),
         (LINKS + "channels=[[3]]", "links.channels.*expected a list, found 3"),
-        (LINKS + "channels=[[[1, 1]]]", "distinct"),
+        (LINKS + "channels=[[[1, 1]]]", "a channel appears twice"),
         (LINKS + "channels=[[[-1]]]", "links.channels.*0..1048575, found -1"),
         (HEAD + DEVICE + "name = 'again'", "not valid TOML"),
         (HEAD + "x = " + "[" * 5000, "nested too deeply|not valid TOML"),

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from rlplace.errors import InputError, unknown_name
 from rlplace.limits import MAX_BYTES
@@ -31,7 +30,7 @@ from rlplace.model.graph.opgraph import (
     Phase,
     TensorRole,
 )  # fmt: skip
-from rlplace.problem.check import check_counts, check_names, first, refuse
+from rlplace.problem.check import check_arrays, check_consumers, check_counts, check_names, first, refuse
 from rlplace.problem.order import topological_order
 from rlplace.records import Record, Whole, build, plain
 
@@ -55,21 +54,6 @@ def _fail(where: str, what: str) -> InputError:
     return InputError(f"graph: {where}: {what}")
 
 
-def _check_shape(graph: OpGraph, field: str, count: int) -> None:
-    values = getattr(graph, field)
-    shape = values.shape if isinstance(values, np.ndarray) else (len(values),)
-    if shape != (count,):
-        raise _fail(field, f"expected {count} values, found shape {shape}")
-
-
-def _check_range(values: NDArray[np.generic], where: str, low: float, high: float) -> None:
-    """Checks that values are in `low` to `high`, both inclusive; NaN is outside every range."""
-    bad = ~((values >= low) & (values <= high))  # type: ignore[operator]
-    if bad.any():
-        index = first(bad)
-        raise _fail(f"{where}[{index}]", f"{values[index]} is outside {low:g}..{high:g}")
-
-
 def _check_ops(graph: OpGraph) -> None:
     count = graph.num_ops
     if count == 0:
@@ -77,18 +61,18 @@ def _check_ops(graph: OpGraph) -> None:
     if not 1 <= graph.samples <= MAX_BYTES:
         raise _fail("samples", f"{graph.samples} is not a positive count")
     check_names(graph.op_names, "graph", "op_names")
-    for field in ("op_target", "op_kind", "op_module", "op_phase", "op_forward", "op_parameter", "op_dtype", "op_flops",
-                  "op_bytes", "op_temporary_bytes", "op_colocate"):  # fmt: skip
-        _check_shape(graph, field, count)
+    for field in ("op_target", "op_kind", "op_module", "op_dtype"):
+        if len(getattr(graph, field)) != count:
+            raise _fail(field, f"expected {count} values, found {len(getattr(graph, field))}")
     unknown = set(graph.op_kind) - set(OP_KINDS)
     if unknown:
         raise unknown_name("op kind", min(unknown), OP_KINDS)
-    for field, low, high in (
-        ("op_phase", FORWARD, UPDATE), ("op_flops", 0, MAX_FLOPS), ("op_bytes", 0, MAX_BYTES),
-        ("op_temporary_bytes", 0, MAX_BYTES), ("op_colocate", 0, 2**31 - 1), ("op_forward", -1, count - 1),
-        ("op_parameter", -1, len(graph.parameters) - 1),
-    ):  # fmt: skip
-        _check_range(getattr(graph, field), field, low, high)
+    ranges: dict[str, tuple[float, float]] = {
+        "op_phase": (FORWARD, UPDATE), "op_flops": (0, MAX_FLOPS), "op_bytes": (0, MAX_BYTES),
+        "op_temporary_bytes": (0, MAX_BYTES), "op_colocate": (0, 2**31 - 1), "op_forward": (-1, count - 1),
+        "op_parameter": (-1, len(graph.parameters) - 1),
+    }  # fmt: skip
+    check_arrays(graph, "graph", count, ranges | ({} if graph.op_launches is None else {"op_launches": (0, 2**31 - 1)}))
     phase, forward = graph.op_phase, graph.op_forward
     ids = np.arange(count)
     refuse((phase == FORWARD) & (forward != ids), "graph", "op_forward[{}]", "a forward op belongs to itself")
@@ -100,9 +84,6 @@ def _check_ops(graph: OpGraph) -> None:
     bad = (phase == UPDATE) != (graph.op_parameter >= 0)
     refuse(bad, "graph", "op_parameter[{}]", "update ops, and only they, name a parameter")
     refuse((phase == UPDATE) & (forward != -1), "graph", "op_forward[{}]", "an update op belongs to no forward op")
-    if graph.op_launches is not None:
-        _check_shape(graph, "op_launches", count)
-        _check_range(graph.op_launches, "op_launches", 0, 2**31 - 1)
     if any(not 0 <= op < count for op in graph.op_dims):
         raise _fail("op_dims", "names an op that does not exist")
 
@@ -123,12 +104,11 @@ def _check_parameters(graph: OpGraph) -> None:
 
 def _check_tensors(graph: OpGraph) -> None:
     count, ops = graph.num_tensors, graph.num_ops
-    for field in ("tensor_role", "tensor_parameter", "tensor_producer", "tensor_bytes"):
-        _check_shape(graph, field, count)
-    _check_range(graph.tensor_role, "tensor_role", ACTIVATION, GRADIENT)
-    _check_range(graph.tensor_bytes, "tensor_bytes", 0, MAX_BYTES)
-    _check_range(graph.tensor_producer, "tensor_producer", -1, ops - 1)
-    _check_range(graph.tensor_parameter, "tensor_parameter", -1, len(graph.parameters) - 1)
+    ranges = {
+        "tensor_role": (ACTIVATION, GRADIENT), "tensor_bytes": (0, MAX_BYTES), "tensor_producer": (-1, ops - 1),
+        "tensor_parameter": (-1, len(graph.parameters) - 1),
+    }  # fmt: skip
+    check_arrays(graph, "graph", count, ranges)
     role = graph.tensor_role
     external = (role == PARAMETER) | (role == BUFFER) | (role == INPUT)
     bad = external != (graph.tensor_producer < 0)
@@ -136,14 +116,7 @@ def _check_tensors(graph: OpGraph) -> None:
     owned = (role == PARAMETER) | (role == BUFFER) | (role == GRADIENT)
     bad = owned != (graph.tensor_parameter >= 0)
     refuse(bad, "graph", "tensor_parameter[{}]", "parameters, buffers and gradients, and only they, name a parameter")
-    ptr = graph.consumer_ptr
-    if ptr.shape != (count + 1,) or ptr[0] != 0 or ptr[-1] != len(graph.consumers) or (np.diff(ptr) < 0).any():
-        raise _fail("consumer_ptr", "offsets are not a partition of the consumer list")
-    _check_range(graph.consumers, "consumers", 0, ops - 1)
-    key = graph.edge_tensor.astype(np.int64) * ops + graph.consumers
-    twice = key[1:] <= key[:-1]
-    if twice.any():
-        raise _fail(f"consumers of tensor {int(key[1:][twice][0] // ops)}", "must be distinct and in execution order")
+    check_consumers(graph, "graph", ops, ordered=True)
 
 
 def _check_order(graph: OpGraph) -> None:

@@ -139,7 +139,7 @@ class StepBuild:
         same = source == target  # without another reader
         readers = np.flatnonzero(~same)
         ptr, consumers = grouped(readers, target[readers], len(source))
-        none, pairs = np.full(self.devices, -1, dtype=np.int64), (self.devices, self.devices)
+        pairs = (self.devices, self.devices)
         problem = Problem(
             name=name,
             samples_per_microbatch=samples,
@@ -147,15 +147,13 @@ class StepBuild:
             links=Links(np.ones(pairs), np.zeros(pairs), channels=(((),) * self.devices,) * self.devices),
             group_names=tuple(name[:LONGEST] for name in names),
             resident_bytes=np.array(resident_bytes, dtype=np.int64),
-            weight_bytes=none, gradient_bytes=none.copy(), optimizer_bytes=none.copy(),
             group_device=np.arange(self.devices, dtype=np.int32),
             op_names=tuple(self._names),
-            op_group=device.astype(np.int32),
-            op_phase=phase.astype(np.int8),
+            op_group=device,
+            op_phase=phase,
             time_s=np.repeat(seconds[:, None], self.devices, axis=1),
             temporary_bytes=np.concatenate([item[1] for item in self._ops]).astype(np.int64),
             tensor_producer=source.astype(np.int32),
-            tensor_owner=np.full(len(source), -1, dtype=np.int32),
             tensor_bytes=size,
             consumer_ptr=ptr,
             consumers=consumers.astype(np.int32),

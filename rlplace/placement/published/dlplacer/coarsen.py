@@ -22,7 +22,7 @@ from rlplace.model.graph.contract import ContractionGraph
 from rlplace.placement.common.groupgraph import group_graph, mean_link
 from rlplace.placement.published.dlplacer.instance import transfer_seconds
 from rlplace.problem import FORWARD, PHASES, Problem
-from rlplace.problem.build import tensor_fields, unknown_parts
+from rlplace.problem.build import tensor_fields
 from rlplace.problem.contract import alike, crossing, merged_edges
 from rlplace.problem.order import grouped, topological_order
 
@@ -93,10 +93,9 @@ def contract_groups(problem: Problem, node_of_group: NDArray[np.int32]) -> tuple
         links=problem.links,
         group_names=tuple(f"node{i}" for i in range(nodes)),
         resident_bytes=np.bincount(node_of_group, weights=problem.resident_bytes, minlength=nodes).astype(np.int64),
-        **unknown_parts(nodes),
         group_device=fixed,
         op_names=tuple(f"part{i}/{PHASES[problem.op_phase[op]]}" for i, op in enumerate(first.tolist())),
-        op_group=node[first].astype(np.int32),
+        op_group=node[first],
         op_phase=problem.op_phase[first].copy(),
         time_s=time_s,
         temporary_bytes=temporary,

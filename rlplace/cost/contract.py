@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,87 +14,52 @@ from rlplace.model.capture.optimizers import OPTIMIZERS
 from rlplace.model.graph.coarsen import Grouping
 from rlplace.plan import PlacementPlan
 from rlplace.problem import FORWARD, PHASES, Problem
+from rlplace.problem.build import TensorRow, tensor_fields
+from rlplace.problem.contract import alike, crossing
 
 
-@dataclass(frozen=True, eq=False)
-class PricedOps:
-    """Ops and tensors of a problem, at either level: fields and axes of `Problem`.
-
-    Attributes:
-        op_names: N unique names.
-        op_group: int32 [N].
-        op_phase: int8 [N].
-        time_s: float64 [N, D].
-        temporary_bytes: int64 [N].
-        op_kind: N op kinds.
-        tensor_producer: int32 [T], or -1.
-        tensor_owner: int32 [T], or -1.
-        tensor_bytes: int64 [T].
-        consumer_ptr: int64 [T + 1].
-        consumers: int32 [E].
-    """
-
-    op_names: tuple[str, ...]
-    op_group: NDArray[np.int32]
-    op_phase: NDArray[np.int8]
-    time_s: NDArray[np.float64]
-    temporary_bytes: NDArray[np.int64]
-    op_kind: tuple[str, ...]
-    tensor_producer: NDArray[np.int32]
-    tensor_owner: NDArray[np.int32]
-    tensor_bytes: NDArray[np.int64]
-    consumer_ptr: NDArray[np.int64]
-    consumers: NDArray[np.int32]
-
-
-def contract_tasks(ops: PricedOps, grouping: Grouping) -> PricedOps:
-    """Returns one task per cluster and phase.
+def contract_tasks(problem: Problem, grouping: Grouping) -> Problem:
+    """Returns the problem with one task per cluster and phase.
 
     A task takes the sum of its ops' times and needs their inner live peak, minus what leaves it, as temporary memory. Tensors
     that stay inside a task disappear; those with the same producer (or owner) and the same consumers become one. An edge
     without bytes that another tensor between the same tasks implies is left out.
+
+    Args:
+        problem: The problem with every captured op.
+        grouping: Clusters of its ops.
     """
-    task, first = _tasks(ops, grouping)
+    task, first = _tasks(problem, grouping)
     count = len(first)
-    num_tensors = len(ops.tensor_bytes)
-    edge_tensor = np.repeat(np.arange(num_tensors, dtype=np.int64), np.diff(ops.consumer_ptr))
-    produced = ops.tensor_producer >= 0
-    home = np.where(produced, task[np.maximum(ops.tensor_producer, 0)], -1)
-    consumer_task = task[ops.consumers]
-    inside = consumer_task == home[edge_tensor]
-
-    last_use = np.where(produced, ops.tensor_producer, -1).astype(np.int64)
-    np.maximum.at(last_use, edge_tensor[inside], ops.consumers[inside])
-    last_use[edge_tensor[~inside]] = -1
-    temporary = inner_temporary_bytes(
-        task,
-        count,
-        ops.temporary_bytes,
-        ops.tensor_producer[produced].astype(np.int64),
-        last_use[produced],
-        ops.tensor_bytes[produced],
-    )
-    time_s = np.zeros((count, ops.time_s.shape[1]))
-    np.add.at(time_s, task, ops.time_s)
-    producer, owner, size, consumers = _merge_tensors(ops, home, edge_tensor[~inside], consumer_task[~inside], count)
-    return PricedOps(
-        op_names=_task_names(ops, grouping, first),
-        op_group=ops.op_group[first],
-        op_phase=ops.op_phase[first],
+    tensor, produced = problem.edge_tensor, problem.tensor_producer >= 0
+    home = np.where(produced, task[np.maximum(problem.tensor_producer, 0)], -1)
+    reader = task[problem.consumers]
+    apart = reader != home[tensor]
+    last_use = problem.tensor_producer.astype(np.int64)
+    np.maximum.at(last_use, tensor[~apart], problem.consumers[~apart])
+    last_use[tensor[apart]] = -1
+    producer, size = problem.tensor_producer.astype(np.int64)[produced], problem.tensor_bytes[produced]
+    time_s = np.zeros((count, problem.num_devices))
+    np.add.at(time_s, task, problem.time_s)
+    ids, number, ends = alike(*crossing(tensor, reader, apart, count), home, problem.tensor_owner)
+    total = np.zeros(len(ends), dtype=np.int64)
+    np.add.at(total, number, problem.tensor_bytes[ids])
+    return dataclasses.replace(
+        problem,
+        op_names=_task_names(problem, grouping, first),
+        op_group=problem.op_group[first],
+        op_phase=problem.op_phase[first],
         time_s=time_s,
-        temporary_bytes=temporary,
-        op_kind=_dominant_kinds(ops, task, count),
-        tensor_producer=producer,
-        tensor_owner=owner,
-        tensor_bytes=size,
-        consumer_ptr=np.concatenate([[0], np.cumsum([len(c) for c in consumers])]).astype(np.int64),
-        consumers=np.array([c for row in consumers for c in row], dtype=np.int32),
+        temporary_bytes=inner_temporary_bytes(task, count, problem.temporary_bytes, producer, last_use[produced], size),
+        op_kind=_dominant_kinds(problem, task, count),
+        op_dims={},
+        **tensor_fields(_without_implied(ends, total.tolist())),
     )
 
 
-def _tasks(ops: PricedOps, grouping: Grouping) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _tasks(problem: Problem, grouping: Grouping) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns the task of every op, numbered by first op, and that first op."""
-    key = grouping.op_cluster.astype(np.int64) * len(PHASES) + ops.op_phase
+    key = grouping.op_cluster.astype(np.int64) * len(PHASES) + problem.op_phase
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
     number = np.empty(len(order), dtype=np.int64)
@@ -101,11 +67,11 @@ def _tasks(ops: PricedOps, grouping: Grouping) -> tuple[NDArray[np.int64], NDArr
     return number[inverse], first[order]
 
 
-def _task_names(ops: PricedOps, grouping: Grouping, first: NDArray[np.int64]) -> tuple[str, ...]:
+def _task_names(problem: Problem, grouping: Grouping, first: NDArray[np.int64]) -> tuple[str, ...]:
     """Names tasks ``group/phase``; further clusters of one group get "#2", "#3", ... in the order of their first ops."""
     names: list[str] = []
     taken: set[str] = set()
-    for group, phase in zip(ops.op_group[first].tolist(), ops.op_phase[first].tolist(), strict=True):
+    for group, phase in zip(problem.op_group[first].tolist(), problem.op_phase[first].tolist(), strict=True):
         base = name = f"{grouping.names[group]}/{PHASES[phase]}"
         number = 1
         while name in taken:
@@ -116,47 +82,27 @@ def _task_names(ops: PricedOps, grouping: Grouping, first: NDArray[np.int64]) ->
     return tuple(names)
 
 
-def _dominant_kinds(ops: PricedOps, task: NDArray[np.int64], count: int) -> tuple[str, ...]:
+def _dominant_kinds(problem: Problem, task: NDArray[np.int64], count: int) -> tuple[str, ...]:
     """Returns per task the op kind that takes most of its time."""
-    kinds = sorted(set(ops.op_kind))
+    kinds_of = problem.op_kind or ()
+    kinds = sorted(set(kinds_of))
     number = {kind: index for index, kind in enumerate(kinds)}
-    code = np.fromiter((number[kind] for kind in ops.op_kind), dtype=np.int64, count=len(ops.op_kind))
-    share = np.bincount(task * len(kinds) + code, weights=ops.time_s.mean(axis=1), minlength=count * len(kinds))
+    code = np.fromiter((number[kind] for kind in kinds_of), dtype=np.int64, count=len(kinds_of))
+    share = np.bincount(task * len(kinds) + code, weights=problem.time_s.mean(axis=1), minlength=count * len(kinds))
     return tuple(kinds[i] for i in share.reshape(count, len(kinds)).argmax(axis=1).tolist())
 
 
-def _merge_tensors(
-    ops: PricedOps, home: NDArray[np.int64], tensor: NDArray[np.int64], consumer_task: NDArray[np.int64], count: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], list[tuple[int, ...]]]:
-    """Adds up tensors with the same producer or owner and the same consumer tasks."""
-    pairs = np.unique(tensor * count + consumer_task)
-    tensors, targets = pairs // count, (pairs % count).tolist()
-    ids, starts = np.unique(tensors, return_index=True)
-    ends = [*starts[1:].tolist(), len(pairs)][: len(ids)]
-    total: dict[tuple[int, int, tuple[int, ...]], int] = {}
-    rows = zip(
-        ids.tolist(),
-        starts.tolist(),
-        ends,
-        home[ids].tolist(),
-        ops.tensor_owner[ids].tolist(),
-        ops.tensor_bytes[ids].tolist(),
-        strict=True,
-    )
-    for _, start, end, source, owner, size in rows:
-        key = (source, owner, tuple(targets[start:end]))
-        total[key] = total.get(key, 0) + size
-    implied = {(source, target) for (source, _, row), size in total.items() if size and source >= 0 for target in row}
-    kept = []
-    for (source, owner, row), size in total.items():
+def _without_implied(ends: Sequence[tuple[Any, ...]], sizes: Sequence[int]) -> list[TensorRow]:
+    """Returns tensors with these ends (producer, owner, consumers), without edges of no bytes that others imply."""
+    implied = {(end[0], target) for end, size in zip(ends, sizes, strict=True) if size and end[0] >= 0 for target in end[2]}
+    kept: list[TensorRow] = []
+    for (source, owner, row), size in zip(ends, sizes, strict=True):
         if size == 0 and source >= 0:
             row = tuple(target for target in row if (source, target) not in implied)
             implied.update((source, target) for target in row)
         if row and (size or source >= 0):
             kept.append((source, owner, size, row))
-    kept.sort(key=lambda item: (item[0] < 0, item[0], item[1], item[3]))
-    sources, owners, sizes, targets_of = zip(*kept, strict=True) if kept else ((), (), (), ())
-    return np.array(sources, np.int32), np.array(owners, np.int32), np.array(sizes, np.int64), list(targets_of)
+    return sorted(kept, key=lambda item: (item[0] < 0, item[0], item[1], item[3]))
 
 
 def inner_temporary_bytes(

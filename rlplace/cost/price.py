@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from rlplace.cluster.parse import Cluster, as_cluster
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.calls import calls_of
 from rlplace.cost.compute import VERSION, OpTimes, check_host, times_with
-from rlplace.cost.contract import PricedOps, contract_tasks, split_backward
+from rlplace.cost.contract import contract_tasks, split_backward
 from rlplace.cost.foreign import as_costs
 from rlplace.cost.table import CostTable
 from rlplace.errors import InputError, unknown_name
@@ -82,12 +83,9 @@ def price(
     for op in np.flatnonzero(graph.op_phase == FORWARD).tolist():
         members[grouping.op_group[op]].append(graph.op_names[op])
     parameter_group, tensor_owner = owners(graph, grouping)
-    ops = _priced_ops(graph, grouping, seconds, parameter_group, tensor_owner)
-    if level == "task":
-        ops = contract_tasks(ops, grouping)
     weight, gradient, optimizer = _resident_parts(graph, grouping, parameter_group, tensor_owner)
     devices, links = cluster.to_problem_devices()
-    return Problem(
+    problem = Problem(
         name=graph.name if name is None else name,
         samples_per_microbatch=graph.samples,
         devices=devices,
@@ -97,12 +95,19 @@ def price(
         weight_bytes=weight,
         gradient_bytes=gradient,
         optimizer_bytes=optimizer,
-        **vars(ops),
-        op_dims=dict(graph.op_dims) if level == "op" else {},
+        op_names=graph.op_names,
+        op_group=grouping.op_group,
+        op_phase=graph.op_phase.copy(),
+        time_s=seconds,
+        temporary_bytes=graph.op_temporary_bytes.copy(),
+        op_kind=graph.op_kind,
+        **_tensors(graph, grouping, parameter_group, tensor_owner),
+        op_dims=dict(graph.op_dims),
         source=source,
         group_ops=tuple(map(tuple, members)),
         group_modules=grouping.modules,
     )
+    return contract_tasks(problem, grouping) if level == "task" else problem
 
 
 def device_times(
@@ -153,14 +158,10 @@ def owners(graph: OpGraph, grouping: Grouping) -> tuple[NDArray[np.int32], NDArr
     return of_parameter, of_tensor
 
 
-def _priced_ops(
-    graph: OpGraph,
-    grouping: Grouping,
-    seconds: NDArray[np.float64],
-    parameter_group: NDArray[np.int32],
-    tensor_owner: NDArray[np.int32],
-) -> PricedOps:
-    """Returns the ops of a problem without the tensors that a group holds itself; its own gradients have no bytes."""
+def _tensors(
+    graph: OpGraph, grouping: Grouping, parameter_group: NDArray[np.int32], tensor_owner: NDArray[np.int32]
+) -> dict[str, NDArray[Any]]:
+    """Returns the tensors of a problem without those that a group holds itself; its own gradients have no bytes."""
     op_group = grouping.op_group
     tensor = graph.edge_tensor
     consumer_group = op_group[graph.consumers]
@@ -185,19 +186,13 @@ def _priced_ops(
     kept = np.bincount(tensor[keep_edge], minlength=graph.num_tensors)[keep]
     pairs = np.unique(producer[tensor[looks]].astype(np.int64) * graph.num_ops + graph.consumers[looks])
     viewed, waits = np.unique(pairs // graph.num_ops, return_counts=True)  # one tensor without bytes per producer with views
-    return PricedOps(
-        op_names=graph.op_names,
-        op_group=op_group,
-        op_phase=graph.op_phase.copy(),
-        time_s=seconds,
-        temporary_bytes=graph.op_temporary_bytes.copy(),
-        op_kind=graph.op_kind,
-        tensor_producer=np.concatenate([producer[keep], viewed]).astype(np.int32),
-        tensor_owner=np.concatenate([np.where(produced, -1, tensor_owner)[keep], np.full(len(viewed), -1)]).astype(np.int32),
-        tensor_bytes=np.concatenate([size[keep], np.zeros(len(viewed), dtype=np.int64)]),
-        consumer_ptr=np.concatenate([[0], np.cumsum(np.concatenate([kept, waits]))]).astype(np.int64),
-        consumers=np.concatenate([graph.consumers[keep_edge], pairs % graph.num_ops]).astype(np.int32),
-    )
+    return {
+        "tensor_producer": np.concatenate([producer[keep], viewed]),
+        "tensor_owner": np.concatenate([np.where(produced, -1, tensor_owner)[keep], np.full(len(viewed), -1)]),
+        "tensor_bytes": np.concatenate([size[keep], np.zeros(len(viewed), dtype=np.int64)]),
+        "consumer_ptr": np.concatenate([[0], np.cumsum(np.concatenate([kept, waits]))]),
+        "consumers": np.concatenate([graph.consumers[keep_edge], pairs % graph.num_ops]),
+    }
 
 
 def _plain_views(graph: OpGraph) -> NDArray[np.bool_]:

@@ -126,7 +126,7 @@ def _costs(asked: _Asked) -> CostTable | None:
             efficiency = curve.compute_efficiency / factor
             curves[op, precision, direction] = msgspec.structs.replace(curve, compute_efficiency=efficiency)
     own = shipped.kinds.get(kind.name, KindCosts())
-    table = CostTable({**shipped.kinds, kind.name: dataclasses.replace(own, curves={**own.curves, **curves})})
+    table = CostTable({**shipped.kinds, kind.name: msgspec.structs.replace(own, curves={**own.curves, **curves})})
     return with_host(table, [kind.name], layer_s=1e-6 * asked.layer_host_us)
 
 

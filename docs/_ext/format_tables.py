@@ -7,7 +7,7 @@ import msgspec.inspect as types
 from msgspec import NODEFAULT
 
 from rlplace.agents.problems import cases
-from rlplace.cluster import fabric, presets
+from rlplace.cluster import fabric, links, presets
 from rlplace.cluster import file as cluster_file
 from rlplace.cost import curve, table, timings
 from rlplace.explanation.compare import records as comparison
@@ -25,7 +25,7 @@ FORMATS = {
         "[[device]]": cluster_file._DeviceTable,
         "[[kind]], or like = NAME and some of these": presets.DeviceKind,
         "[interconnect]": cluster_file._Interconnect,
-        "[links]": cluster_file._Links,
+        "[links]": links.LinksTable,
         "[[topology.resource]]": cluster_file._Resources,
         "[[topology.path]]": cluster_file._Paths,
         "[[fabric]]": fabric.Fabric,
@@ -54,11 +54,11 @@ FORMATS = {
     },
     "cost": {
         "": table._TableRecord,
-        "kinds.NAME": table._KindRecord,
-        "kinds.NAME.curves[]": table._CurveEntry,
-        "kinds.NAME.measured[]": table._ShapesEntry,
-        "kinds.NAME.targets[], with the keys of a curve": table._TargetEntry,
-        "shapes[]": curve.MeasuredShape,
+        "kinds.NAME; curves, measured and targets are lists whose entries have a key": table.KindCosts,
+        "kinds.NAME.curves[] and measured[], the key": table._OpKey,
+        "kinds.NAME.targets[], the key": table._TargetKey,
+        "kinds.NAME.curves[] and targets[], beside the key; basis is required": curve.Curve,
+        "shapes[] of measured and targets": curve.MeasuredShape,
         "residual": curve.Residual,
     },
     "measurement": {
@@ -88,7 +88,7 @@ FORMATS = {
 }
 """By format the records of its files, by the place in a file where each stands."""
 
-_SEPARATE = {log.Run: log.Ended, table._TargetEntry: curve.Curve}
+_SEPARATE = {log.Run: log.Ended}
 """Records whose inherited fields have a table of their own."""
 
 

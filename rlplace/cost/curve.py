@@ -149,6 +149,9 @@ class Residual(Record, frozen=True):
             raise InputError(f"{count} weights, the limit is {MAX_WEIGHTS}")
         if any(low > high for low, high in zip(self.low, self.high, strict=True)):
             raise InputError("a low is above its high")
+        for name in self.features:
+            if name not in FEATURES:
+                raise unknown_name("feature", name, FEATURES)
 
 
 class Curve(Record, frozen=True):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from rlplace.cluster.presets import DeviceKind
@@ -55,7 +56,7 @@ def with_host(
     table = as_costs(costs)
     changes: dict[str, Any] = {} if op_s is None else {"eager_issue_s": op_s, "compiled_issue_s": op_s}
     changes |= {} if layer_s is None else {"layer_issue_s": layer_s}
-    own = {name: replace(table.kinds.get(name, KindCosts()), **changes) for name in map(base_name, kinds)}
+    own = {name: structs.replace(table.kinds.get(name, KindCosts()), **changes) for name in map(base_name, kinds)}
     return replace(table, kinds={**table.kinds, **own})
 
 

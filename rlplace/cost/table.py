@@ -6,28 +6,22 @@ numbers. Files: ``rlplace.cost`` version 1 (docs/formats.md, section Cost table)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
-from msgspec import Meta
-from msgspec.structs import asdict
+from msgspec import Meta, structs
 
-from rlplace.cost.curve import FEATURES, Basis, Curve, Direction, KernelSeconds, MeasuredShape, Precision
-from rlplace.errors import InputError, show, unknown_name
-from rlplace.files import check_header, fingerprint, read_record, write_json
+from rlplace.cost.curve import Curve, Direction, KernelSeconds, MeasuredShape, Precision
+from rlplace.errors import InputError, show
+from rlplace.files import check_header, check_keys, fingerprint, read_record, write_json
 from rlplace.model.graph.opgraph import OpKind
 from rlplace.records import Record, Text, build, plain
 
 FORMAT = "rlplace.cost"
 VERSION = 1
-
-_KEY = ("op", "dtype", "direction")
-_TARGET_KEY = ("target", "dtype", "direction")
-_NUMBERS = ("eager_issue_s", "eager_view_s", "compiled_issue_s", "layer_issue_s", "step_factor")
 
 HOST_MODES = ("eager", "compiled")
 
@@ -60,15 +54,14 @@ class TargetCosts:
     measured: tuple[MeasuredShape, ...] = ()
 
 
-@dataclass(frozen=True)
-class KindCosts:
+class KindCosts(Record, frozen=True):
     """Costs of one device kind.
 
     Attributes:
         curves: Curves by key.
-        measured: Timed shapes by key.
-        targets: Whole ops by (target, dtype, direction), with targets as `rlplace.cost.compute.target_names` has them; an entry
-            replaces curves and measured shapes of the op's class.
+        measured: Timed shapes by key, which override curves.
+        targets: Whole ops by (target, dtype, direction), as `rlplace calibrate` fits them, with targets as
+            `rlplace.cost.compute.target_names` has them; an entry replaces all that the op's class has, in eager mode.
         eager_issue_s: Host time to issue one kernel in eager mode.
         eager_view_s: Host time of an op that launches nothing, in eager mode.
         compiled_issue_s: Host time to issue one kernel of a compiled graph.
@@ -76,14 +69,14 @@ class KindCosts:
         step_factor: Multiplies every op time: measured over predicted time of whole steps.
     """
 
-    curves: Mapping[Key, Curve] = field(default_factory=lambda: MappingProxyType({}))
-    measured: Mapping[Key, tuple[MeasuredShape, ...]] = field(default_factory=lambda: MappingProxyType({}))
-    targets: Mapping[Key, TargetCosts] = field(default_factory=lambda: MappingProxyType({}))
-    eager_issue_s: float = EAGER_ISSUE_S
-    eager_view_s: float = EAGER_VIEW_S
-    compiled_issue_s: float = COMPILED_ISSUE_S
-    layer_issue_s: float = 0.0
-    step_factor: float = 1.0
+    curves: Mapping[Key, Curve] = {}
+    measured: Mapping[Key, tuple[MeasuredShape, ...]] = {}
+    targets: Mapping[Key, TargetCosts] = {}
+    eager_issue_s: KernelSeconds = EAGER_ISSUE_S
+    eager_view_s: KernelSeconds = EAGER_VIEW_S
+    compiled_issue_s: KernelSeconds = COMPILED_ISSUE_S
+    layer_issue_s: KernelSeconds = 0.0
+    step_factor: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
 
 
 @dataclass(frozen=True)
@@ -103,15 +96,13 @@ class CostTable:
     def __post_init__(self) -> None:
         """Checks a table built in Python like one from a file."""
         try:
-            data = {"kinds": {name: _kind_to_dict(costs) for name, costs in self.kinds.items()}}
-        except ValueError:
-            raise InputError("cost table: a key must be an op class or target, a dtype and a direction") from None
-        for name, kind in build(_TableRecord, data, "cost table").kinds.items():
-            for entry in (*kind.curves, *kind.targets):
-                for feature in () if entry.residual is None else entry.residual.features:
-                    if feature not in FEATURES:
-                        unknown = unknown_name("feature", feature, FEATURES)
-                        raise InputError(f"cost table: kinds[{show(name)}]: residual: {unknown}")
+            _kinds({name: _kind_to_dict(costs) for name, costs in self.kinds.items()})
+        except ValueError as error:
+            raise (
+                error
+                if isinstance(error, InputError)
+                else InputError("cost table: a key must be an op class or target, a dtype and a direction")
+            ) from None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -126,7 +117,7 @@ class CostTable:
         kinds = dict(base.kinds)
         for name, own in self.kinds.items():
             other = base.kinds.get(name, KindCosts())
-            kinds[name] = replace(
+            kinds[name] = structs.replace(
                 own,
                 curves={**other.curves, **own.curves},
                 measured={**other.measured, **own.measured},
@@ -160,8 +151,8 @@ class CostTable:
         return read_record(path, FORMAT, VERSION, lambda data: _table(data, name))
 
 
-class _CurveEntry(Curve, frozen=True, kw_only=True):
-    """A curve with its key, as it stands in a file.
+class _OpKey(Record, frozen=True):
+    """Key of curves and shapes in a file.
 
     Attributes:
         op: Op class.
@@ -172,127 +163,88 @@ class _CurveEntry(Curve, frozen=True, kw_only=True):
     op: OpKind
     dtype: Precision
     direction: Direction
-    basis: Basis
 
 
-class _ShapesEntry(Record, frozen=True):
-    """Measured shapes with their key.
-
-    Attributes:
-        op: Op class.
-        dtype: Precision.
-        direction: Part of the step.
-        shapes: The timings.
-    """
-
-    op: OpKind
-    dtype: Precision
-    direction: Direction
-    shapes: tuple[MeasuredShape, ...]
-
-
-class _TargetEntry(Curve, frozen=True, kw_only=True):
-    """Costs of whole ops with their key; they replace all that the op's class has, in eager mode.
+class _TargetKey(Record, frozen=True):
+    """Key of whole ops in a file.
 
     Attributes:
         target: Forward op as torch knows it, also for its backward, with ``+dropout``, ``+groups`` or ``+depthwise`` where that
             applies; the optimizer's name for updates.
         dtype: Of its tensors.
         direction: Part of the step.
-        shapes: Timed shapes, which override the curve.
     """
 
     target: Text
     dtype: Text
     direction: Direction
-    basis: Basis
-    shapes: tuple[MeasuredShape, ...] = ()
 
 
-class _KindRecord(Record, frozen=True):
-    """Costs of one device kind.
-
-    Attributes:
-        curves: By op class, precision and direction, each once.
-        measured: Timed shapes, which override curves.
-        targets: Whole ops as `rlplace calibrate` fits them.
-        eager_issue_s: Host time to issue one kernel in eager mode.
-        eager_view_s: Host time of an op that launches nothing.
-        compiled_issue_s: Host time to issue one kernel of a compiled graph.
-        layer_issue_s: Host time of a layer's forward and backward, in place of its kernels'; 0: theirs.
-        step_factor: Multiplies every op time.
-    """
-
-    curves: tuple[_CurveEntry, ...] = ()
-    measured: tuple[_ShapesEntry, ...] = ()
-    targets: tuple[_TargetEntry, ...] = ()
-    eager_issue_s: KernelSeconds = EAGER_ISSUE_S
-    eager_view_s: KernelSeconds = EAGER_VIEW_S
-    compiled_issue_s: KernelSeconds = COMPILED_ISSUE_S
-    layer_issue_s: KernelSeconds = 0.0
-    step_factor: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+_KEYS: Mapping[str, type[Record]] = {"curves": _OpKey, "measured": _OpKey, "targets": _TargetKey}
+"""Lists of a kind in a file: each entry has a key, each key once; the fields of a curve, but for `measured`; and `shapes`."""
 
 
 class _TableRecord(Record, frozen=True):
     """Contents of a cost file.
 
     Attributes:
-        kinds: Costs by device kind; ``NAME/device`` of a cluster file takes those of ``NAME``.
+        kinds: Costs by device kind, as `_KEYS` says; ``NAME/device`` of a cluster file takes those of ``NAME``.
         name: For people; not part of the fingerprint.
         source: For people: where the numbers come from.
     """
 
-    kinds: dict[Text, _KindRecord]
+    kinds: dict[Text, dict[str, Any]]
     name: str | None = None
     source: str = ""
 
 
 def _kind_to_dict(costs: KindCosts) -> dict[str, Any]:
-    def entry(names: tuple[str, ...], key: Key, **values: Any) -> dict[str, Any]:
-        return dict(zip(names, key, strict=True)) | values
+    def entries(name: str) -> list[dict[str, Any]]:
+        names = _KEYS[name].__struct_fields__
+        return [{**dict(zip(names, key, strict=True)), **_entry(value)} for key, value in sorted(getattr(costs, name).items())]
 
-    def curve(one: Curve) -> dict[str, Any]:
-        return plain(one) | {"basis": one.basis}
+    numbers = plain(structs.replace(costs, curves={}, measured={}, targets={}))
+    return numbers | {name: entries(name) for name in _KEYS if name == "curves" or getattr(costs, name)}
 
-    data = plain(_KindRecord(**{name: getattr(costs, name) for name in _NUMBERS}))
-    data["curves"] = [entry(_KEY, key, **curve(costs.curves[key])) for key in sorted(costs.curves)]
-    if costs.measured:
-        data["measured"] = [entry(_KEY, key, shapes=plain(costs.measured[key])) for key in sorted(costs.measured)]
-    if costs.targets:
-        data["targets"] = [
-            entry(_TARGET_KEY, key, **curve(whole.curve), shapes=plain(whole.measured))
-            for key, whole in sorted(costs.targets.items())
-        ]
-    return data
+
+def _entry(value: Curve | TargetCosts | tuple[MeasuredShape, ...]) -> dict[str, Any]:
+    if isinstance(value, Curve):
+        return {**plain(value), "basis": value.basis}
+    if isinstance(value, TargetCosts):
+        return _entry(value.curve) | {"shapes": plain(value.measured)}
+    return {"shapes": plain(value)}
 
 
 def _table(data: dict[str, Any], default_name: str) -> CostTable:
     table = build(_TableRecord, data, "cost table")
-    kinds = {}
-    for name, kind in table.kinds.items():
+    return CostTable(_kinds(table.kinds), default_name if table.name is None else table.name, table.source)
+
+
+def _kinds(kinds: Mapping[str, dict[str, Any]]) -> dict[str, KindCosts]:
+    build(dict[Text, Any], dict(kinds), "cost table: kinds")
+    result = {}
+    for name, data in kinds.items():
         where = f"cost table: kinds[{show(name)}]"
-        curves = _by_key(kind.curves, _KEY, f"{where}.curves")
-        measured = _by_key(kind.measured, _KEY, f"{where}.measured")
-        targets = _by_key(kind.targets, _TARGET_KEY, f"{where}.targets")
-        kinds[name] = KindCosts(
-            {key: _curve(entry) for key, entry in curves.items()},
-            {key: entry.shapes for key, entry in measured.items()},
-            {key: TargetCosts(_curve(entry), entry.shapes) for key, entry in targets.items()},
-            **{number: getattr(kind, number) for number in _NUMBERS},
-        )
-    return CostTable(kinds, default_name if table.name is None else table.name, table.source)
+        lists = {key: _by_key(data[key], key, f"{where}.{key}") for key in _KEYS if key in data}
+        result[name] = build(KindCosts, data | lists, where)
+    return result
 
 
-def _by_key(entries: Iterable[Any], names: tuple[str, str, str], where: str) -> dict[Key, Any]:
-    entry_by_key: dict[Key, Any] = {}
-    for index, entry in enumerate(entries):
-        key = getattr(entry, names[0]), entry.dtype, entry.direction
-        if key in entry_by_key:
-            raise InputError(f"{where}[{index}]: {'/'.join(key)[:80]} is given twice")
-        entry_by_key[key] = entry
-    return entry_by_key
-
-
-def _curve(entry: Curve) -> Curve:
-    values = asdict(entry)
-    return Curve(**{name: values[name] for name in Curve.__struct_fields__})
+def _by_key(entries: Any, name: str, where: str) -> dict[Key, Any]:
+    result: dict[Key, Any] = {}
+    names = _KEYS[name].__struct_fields__
+    for index, entry in enumerate(build(list[dict[str, Any]], entries, where)):
+        at = f"{where}[{index}]"
+        key = structs.astuple(build(_KEYS[name], {key: entry[key] for key in names if key in entry}, at))
+        if key in result:
+            raise InputError(f"{at}: {'/'.join(key)[:80]} is given twice")
+        rest = {key: value for key, value in entry.items() if key not in names}
+        shapes = () if name == "curves" else build(tuple[MeasuredShape, ...], rest.pop("shapes", ()), f"{at}.shapes")
+        if name == "measured":
+            check_keys(rest, (), (), at)
+            result[key] = shapes
+            continue
+        check_keys(rest, ("basis",), Curve.__struct_fields__, at)
+        curve = build(Curve, rest, at)
+        result[key] = curve if name == "curves" else TargetCosts(curve, shapes)
+    return result

@@ -160,7 +160,7 @@ def owners(graph: OpGraph, grouping: Grouping) -> tuple[NDArray[np.int32], NDArr
 
 def _tensors(
     graph: OpGraph, grouping: Grouping, parameter_group: NDArray[np.int32], tensor_owner: NDArray[np.int32]
-) -> dict[str, NDArray[Any]]:
+) -> dict[str, Any]:
     """Returns the tensors of a problem without those that a group holds itself; its own gradients have no bytes."""
     op_group = grouping.op_group
     tensor = graph.edge_tensor

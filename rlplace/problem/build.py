@@ -102,7 +102,7 @@ def build_problem(
         links=links,
         group_names=tuple(f"group{i}" for i in range(groups)),
         op_names=tuple(f"op{i}" for i in range(ops)),
-        op_group=op_group,
+        op_group=op_group.astype(np.int32),
         time_s=np.array(time_s, dtype=np.float64).reshape(ops, devices),
         **left_out,
         **tensor_fields(

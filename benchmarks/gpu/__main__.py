@@ -4,18 +4,13 @@
     python -m benchmarks.gpu --out DIR --slices ops steps    some of them
 
 Slices: `sustained` (clock and power under load), `kernels` (random sizes in every precision and direction), `ops` (five models,
-every op inside real steps), `steps` (thirteen models, whole steps and the allocator's memory), `host` (what issuing costs),
-`strategies` (one process), `processes` (what two processes of one card can run), `cells` (equality on eight, where that works).
+every op inside real steps), `steps` (thirteen models, whole steps and the allocator's memory), `strategies` (one process).
 What is there already in DIR/SLICE.jsonl is not measured again; `python -m benchmarks.gpu.predict DIR` says what the cost model
-makes of it. Without a CUDA device the same code runs small models on the
-processor, and says so.
+makes of it. Without a CUDA device the same code runs small models on the processor, and says so.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,9 +22,11 @@ import torch
 from benchmarks.gpu.cases import Case, cases
 from benchmarks.gpu.kernels import SUSTAINED, clear, sustained, time_case
 from benchmarks.gpu.models import FIT, PREDICT, VARIANTS
-from benchmarks.gpu.placed import STRATEGIES, one_process, run_strategy, two_on_one_card
-from benchmarks.gpu.steps import issue_s, measure_step
+from benchmarks.gpu.placed import STRATEGIES, one_process, run_strategy
+from benchmarks.gpu.steps import measure_step
+from benchmarks.harness import add_row, arguments, read_rows
 
+SLICES = ("sustained", "kernels", "ops", "steps", "strategies")
 Job = tuple[str, Callable[[], dict[str, Any]]]
 
 
@@ -97,11 +94,6 @@ def step_jobs(device: torch.device) -> Iterator[Job]:
             yield f"{name} {variant}", lambda model=model, variant=variant: measure_step(model, variant, device)
 
 
-def host_jobs(device: torch.device) -> Iterator[Job]:
-    for name, model in {**FIT, **PREDICT}.items():
-        yield name, lambda model=model: issue_s(model, device)
-
-
 def strategy_jobs(device: torch.device) -> Iterator[Job]:
     for name in STRATEGIES:
 
@@ -112,34 +104,16 @@ def strategy_jobs(device: torch.device) -> Iterator[Job]:
         yield name, run
 
 
-def process_jobs(device: torch.device) -> Iterator[Job]:
-    for backend in ("nccl", "gloo") if device.type == "cuda" else ():
-        yield backend, lambda backend=backend: two_on_one_card(backend)
-
-
-def cell_jobs(device: torch.device) -> Iterator[Job]:
-    from benchmarks.equality import FEW, cells, run_cells
-
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    for kind in dict.fromkeys(kind for kind, _ in FEW):
-
-        def run(kind: str = kind) -> dict[str, Any]:
-            own = [name for other, name in FEW if other == kind]
-            todo = {(kind, name): cells(kind)[name] for name in own}
-            return {name: found for (_, name), found in run_cells(todo, 90.0, device.type)}
-
-        yield kind, run
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--rounds", type=int, default=250, help="rounds of kernels, each of twelve")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    names = ("sustained", "kernels", "ops", "steps", "host", "strategies", "processes", "cells")
-    parser.add_argument("--slices", nargs="+", choices=names, default=names)
-    options = parser.parse_args()
+    """Runs the slices that are asked for; the exit code is 3 where time was up."""
+    options = arguments(
+        __doc__,
+        out=(Path("gpu"), "folder of the rows (gpu)"),
+        minutes=(8.0, "after which it stops"),
+        rounds=(250, "of kernels, each of twelve"),
+        device=("cuda" if torch.cuda.is_available() else "cpu", "to measure"),
+        slices=(SLICES, "which", SLICES),
+    )
     options.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * options.minutes
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
@@ -150,40 +124,29 @@ def main() -> int:
         print("no CUDA device: the same code with small models on the processor; its figures are not a GPU's", file=sys.stderr)
     jobs = {
         "sustained": lambda: sustained_jobs(device), "kernels": lambda: kernel_jobs(device, options.rounds),
-        "ops": lambda: op_jobs(device, options.out), "steps": lambda: step_jobs(device), "host": lambda: host_jobs(device),
-        "strategies": lambda: strategy_jobs(device), "processes": lambda: process_jobs(device),
-        "cells": lambda: cell_jobs(device),
+        "ops": lambda: op_jobs(device, options.out), "steps": lambda: step_jobs(device),
+        "strategies": lambda: strategy_jobs(device),
     }  # fmt: skip
     for name in options.slices:
-        if not run_slice(options.out / f"{name}.jsonl", name, jobs[name](), end):
+        if not run_slice(options.out / f"{name}.jsonl", jobs[name](), end):
             print(f"time is up in {name}; run it again to go on", file=sys.stderr)
             return 3
     return 0
 
 
-def run_slice(path: Path, name: str, jobs: Iterator[Job], end: float) -> bool:
+def run_slice(path: Path, jobs: Iterator[Job], end: float) -> bool:
     """Runs what a file does not hold yet; False where time was up before the end."""
-    done = {json.loads(line)["key"] for line in path.read_text().splitlines()} if path.exists() else set()
-    begin, count, failed = time.monotonic(), 0, 0
-    with path.open("a") as file:
-        for key, run in jobs:
-            if key in done:
-                continue
-            if time.monotonic() > end:
-                return False
-            try:
-                found = run()
-            except Exception as error:
-                found = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
-                failed += 1
-                if "CUDA error" in found["failed"]:
-                    raise
-            file.write(json.dumps({"key": key, **found}) + "\n")
-            file.flush()
-            count += 1
-            if name != "kernels":
-                print(name, key, json.dumps(found)[:200], f"{time.monotonic() - begin:.1f} s", flush=True)
-    print(f"{name}: {count} done, {failed} failed, {time.monotonic() - begin:.1f} s", flush=True)
+    done = {row["key"] for row in read_rows(path)}
+    for key, run in ((key, run) for key, run in jobs if key not in done):
+        if time.monotonic() > end:
+            return False
+        try:
+            found = run()
+        except Exception as error:
+            found = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
+            if "CUDA error" in found["failed"]:
+                raise
+        add_row(path, {"key": key, **found})
     return True
 
 

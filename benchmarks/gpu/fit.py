@@ -8,8 +8,6 @@ Work is counted as the cost model counts it in a graph. Half precisions share a 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.cli.options import print_table
+from benchmarks.harness import arguments, markdown, read_rows
 from rlplace.cluster.presets import KINDS, DeviceKind
 from rlplace.cost.curve import DIMS, Curve, kernel_seconds
 from rlplace.cost.foreign import SHIPPED, shipped_costs
@@ -63,7 +61,7 @@ def _stated(precision: str) -> str:
 
 def read(path: Path) -> list[Timed]:
     """Returns the kernels of a file, but for updates so small that the host could not issue them in time."""
-    rows = [json.loads(line) for line in path.read_text().splitlines() if "failed" not in line]
+    rows = [row for row in read_rows(path) if "failed" not in row]
     rows = [row for row in rows if row["direction"] != "update" or row["dims"]["count"] > LEAST_UPDATE]
     return [timed_of(row) for row in rows if row["seconds"] > 1e-6]
 
@@ -95,8 +93,7 @@ def in_steps(folder: Path) -> list[Timed]:
 def sustained(folder: Path) -> list[Timed]:
     """Returns kernels that ran for seconds without a pause, at the card's power limit: the median window."""
     rows = []
-    for line in (folder / "sustained.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    for row in read_rows(folder / "sustained.jsonl"):
         op, dtype, direction, sizes = row["key"].split("/")
         dims = {name: int(size) for name, size in (pair.split("=") for pair in sizes.split(","))}
         seconds = float(np.median([window["seconds"] for window in row["windows"]]))
@@ -257,21 +254,19 @@ def report(rows: list[Timed], kind: DeviceKind) -> None:
                 error = 100 * (predicted[mask] / seconds[mask] - 1)
                 cells += [f"{np.abs(error).mean():.1f}", f"{np.median(error):+.1f}"] if mask.any() else ["-", "-"]
         table.append(cells)
-    print_table(
+    print(markdown(
         ["class", "dtype", "direction", "kernels", "before %", "median", "left out %", "median", "over 30 us: before %",
          "median", "left out %", "median"],
         table,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--kind", required=True, choices=sorted(KINDS))
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
-    kind, long = KINDS[options.kind], sustained(options.folder)
-    rows = read(options.folder / "kernels.jsonl") + in_steps(options.folder)
+    """Reports errors, or fits and writes the curves of a kind."""
+    options = arguments(__doc__, "folder", kind=("h200", "of device", sorted(KINDS)), write="fit on all and write the curves")
+    folder = Path(*options.folder)
+    kind, long = KINDS[options.kind], sustained(folder)
+    rows = read(folder / "kernels.jsonl") + in_steps(folder)
     rows += [row for row in long if row.key[1] != "half"]
     if not options.write:
         report(rows, kind)

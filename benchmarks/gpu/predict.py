@@ -8,15 +8,13 @@ what was allocated, what the allocator held, and what the footprint of the plan 
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import rlplace
 from benchmarks.gpu.models import FIT
-from rlplace.cli.options import print_table
+from benchmarks.harness import arguments, markdown, read_rows, write_rows
 from rlplace.cluster.parse import parse
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.footprint import footprint
@@ -27,12 +25,6 @@ from rlplace.model.zoo import load_model
 
 DTYPES = {"fp32": ("fp32", ""), "bf16": ("bf16", ""), "bf16 checkpointing": ("bf16", ",gradient_checkpointing=true")}
 HEADER = ["model", "variant", "measured ms", "shipped %", "calibrated %", "allocated MB", "%", "reserved MB", "%"]
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns lines of a slice that did not fail."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [row for row in rows if "failed" not in row]
 
 
 def cluster_of(measurement: Measurement) -> rlplace.Cluster:
@@ -48,12 +40,12 @@ def calibrated(measurements: list[Measurement], kind: DeviceKind) -> CostTable:
 
 def predictions(folder: Path) -> Iterator[dict[str, Any]]:
     """Yields a row for each measured step: seconds and bytes, measured and predicted."""
-    measurements = [Measurement.load(folder / row["file"]) for row in read_rows(folder / "ops.jsonl")]
+    measurements = [Measurement.load(folder / row["file"]) for row in read_rows(folder / "ops.jsonl") if "failed" not in row]
     cluster = cluster_of(measurements[0])
     tables = {"shipped": None, "calibrated": calibrated(measurements, cluster.kinds[0])}
     for row in read_rows(folder / "steps.jsonl"):
         name, _, variant = row["key"].partition(" ")
-        if variant not in DTYPES:
+        if variant not in DTYPES or "failed" in row:
             continue
         dtype, option = DTYPES[variant]
         model = load_model(row["model"] + option, batch=row["batch"], seq=row["seq"], dtype=dtype)
@@ -87,14 +79,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    options = parser.parse_args()
-    rows = list(predictions(options.folder))
-    (options.folder / "predictions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print_table(HEADER, [_cells(row) for row in rows])
-
-
 if __name__ == "__main__":
-    main()
+    folder = Path(*arguments(__doc__, "folder").folder)
+    rows = list(predictions(folder))
+    write_rows(folder / "predictions.jsonl", rows)
+    print(markdown(HEADER, map(_cells, rows)))

@@ -69,22 +69,3 @@ def measure_step(model: Model, variant: str, device: torch.device) -> dict[str, 
         row["segments"] = sorted(segment["total_size"] for segment in torch.cuda.memory_snapshot())
         row["retries"] = stats["num_alloc_retries"]
     return row
-
-
-def issue_s(model: Model, device: torch.device) -> dict[str, Any]:
-    """Returns host time of a step's forward and backward of one sample in fp32, by the clock until everything is issued."""
-    loaded, _, _ = _load(model, device.type)
-    module = copy.deepcopy(loaded.module).to(device).train()
-    inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf[:1].to(device), loaded.example_inputs)
-    forward, backward = [], []
-    for _ in range(WARMUP + REPEATS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        output = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
-        value = loss_of(output, loaded.loss)
-        middle = time.perf_counter()
-        value.backward()
-        forward.append(middle - begin)
-        backward.append(time.perf_counter() - middle)
-    return {"forward_s": statistics.median(forward[WARMUP:]), "backward_s": statistics.median(backward[WARMUP:])}

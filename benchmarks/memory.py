@@ -1,6 +1,6 @@
-"""Predicted memory against real training steps on the CPU, against closed forms and against published runs.
+"""Predicted memory against real training steps on the CPU and against published runs.
 
-    python -m benchmarks.memory [real] [formula] [anchors]      default: all
+    python -m benchmarks.memory [real] [anchors]      default: all
 
 `real` runs forward and backward of small models and counts every live storage (and asks torch's MemTracker too); `anchors`
 captures the published models at full size without allocating anything (minutes). One thread.
@@ -21,7 +21,7 @@ from rlplace.cost.footprint import MemoryOptions, footprint
 from rlplace.model.capture.capture import capture
 from rlplace.model.zoo import load_model
 from rlplace.plan import PlacementPlan
-from tests.cost.live_bytes import LiveBytes, layer_bytes, step
+from tests.cost.live_bytes import LiveBytes, step
 
 GIB = 1 << 30
 OUTSIDE = ("slack", "context", "communication", "workspace")
@@ -113,29 +113,9 @@ def show_real() -> None:
         print(f"{name:16} {real / 1e6:9.3f} {'-':>11} {found / 1e6:10.3f} {100 * (found / real - 1):+7.2f}%")
 
 
-def show_formula() -> None:
-    """Prints bytes beside Korthikanti et al. (2022): s b h (34 + 5 a s / h) a layer, 16-bit, dropout, attention not fused."""
-    s, b, h, a = 512, 2, 768, 12
-    unit = s * b * h
-    print(f"closed form: {34 + 5 * a * s / h:.2f} sbh per layer; without attention scores 34 sbh")
-    gpt2 = "hf:gpt2,vocab_size=1000,activation_function=gelu"
-    cases = {
-        "gpt2 bf16 eager attention": (f"{gpt2},attn_implementation=eager", {"dtype": "bf16"}),
-        "gpt2 bf16 fused attention": (gpt2, {"dtype": "bf16"}),
-        "gpt2 autocast bf16 (CUDA list) fused": (gpt2, {"autocast": "bf16"}),
-        "gpt2 fp32 fused attention": (gpt2, {}),
-    }
-    for name, (spec, how) in cases.items():
-        print(f"{name:40} {layer_bytes(spec, b, s, 'n_layer', **how) / unit:7.2f} sbh")
-
-
 LLAMA_3B = (
     "hf:llama,hidden_size=3072,intermediate_size=8192,num_hidden_layers=28,num_attention_heads=24,num_key_value_heads=8,"
     "head_dim=128,vocab_size=128256,tie_word_embeddings=true,max_position_embeddings=131072"
-)
-LLAMA_8B = (
-    "hf:llama,hidden_size=4096,intermediate_size=14336,num_hidden_layers=32,num_attention_heads=32,num_key_value_heads=8,"
-    "vocab_size=128256,max_position_embeddings=131072"
 )
 
 
@@ -157,26 +137,11 @@ def show_anchors() -> None:
             f"  {name:22} allocated {item.allocated_peak_bytes / GIB:.1f}, reserved {item.reserved_peak_bytes / GIB:.1f}"
             f"{known} ({parts}; {time.perf_counter() - begin:.0f} s)"
         )
-    print("Llama 3.1 8B, FSDP on 8 H100, batch 2, sequence 8192 (torchtitan): states by formula, activations by capture")
-    for name, spec in (("no checkpointing", LLAMA_8B), ("full checkpointing", f"{LLAMA_8B},gradient_checkpointing=true")):
-        loaded = load_model(spec, batch=2, seq=8192, dtype="bf16")
-        graph = capture(loaded.module, loaded.example_inputs, optimizer="adamw")
-        item = program_order(graph, "h200:1", MemoryOptions(optimizer_kernel="fused"))
-        weights = sum(p.size_bytes for p in graph.parameters) // 2
-        live = sum(item.parts[part] for part in ("activations", "temporaries"))
-        gathered = 3 * 2 * weights / 34  # two layers gathered in bf16 and one layer's gradients
-        for replicas, published in ((8, 82.4), (128, 67.0)):
-            states = 16 * weights / replicas
-            total = states + live + gathered
-            print(
-                f"  {name:22} {replicas:4d} GPUs: states {states / GIB:.1f} + gathered {gathered / GIB:.1f} + activations and "
-                f"temporaries {live / GIB:.1f} = {total / GIB:.1f}; published with selective checkpointing {published}"
-            )
 
 
 if __name__ == "__main__":
     one_thread()
-    shows = {"real": show_real, "formula": show_formula, "anchors": show_anchors}
+    shows = {"real": show_real, "anchors": show_anchors}
     for name in arguments(__doc__, "parts").parts or shows:
         print(f"== {name}")
         shows[name]()

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.equality_models import BATCH, KINDS, batch_of, build
 from benchmarks.groups import run_jobs
-from benchmarks.harness import ROOT, Row, add_row, arguments, markdown, one_thread, read_rows, write_rows
+from benchmarks.harness import ROOT, Row, add_row, arguments, markdown, one_thread, read_rows, replaced, write_rows
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.state.whole import own_part
@@ -245,30 +245,8 @@ def rows() -> list[Row]:
     return [found[key] for key in order if key in found]
 
 
-_HEAD = """# Equal to the plain model
-
-{kinds} kinds of models of four blocks run under strategies of every kind on eight processes with gloo, in double precision,
-and are compared with the plain model: loss and gradients of the first step, parameters and buffers after three steps of AdamW.
-In {clipped} cells the third step also accumulates two gradients and clips them. `python -m benchmarks.equality` runs it
-(`--missing` runs the cells left, `--table` writes this page); rows are in `benchmarks/equality.jsonl`.
-
-A figure is the largest difference of a gradient / a trained parameter or buffer, relative to the largest element of its tensor;
-gradients that are nothing but rounding are compared with 1e-8 of the model's largest, what they train with the learning rate.
-Losses and norms differ by {least:.0e} at most. bert, gpt2, opt, qwen2, distilbert and t5 have tied weights; resnet has
-GroupNorm ([why](../docs/runtime.md#what-is-refused)); there is no dropout; a batch is eight samples of eight positions.
-
-{summary}
-
-Strategies: `replicate` 8 copies; `FSDP` 8 shares, by level; `hybrid` 2 copies of 4 shares, level 1 plain, else 3; `TP` groups
-of 4, 2 copies; `TP+SP` groups of 2, 4 copies; `TP+SP+FSDP` groups of 2, 4 shares, level 3; `PP gpipe`, `PP 1f1b` 4 stages, 2
-copies; `PP zbv`, `PP interleaved` 4 stages on 2 places, 4 copies; `PP+FSDP` 4 stages of 2 shares; `PP zbv+FSDP` 4 stages on 2
-places of 4 shares; `PP+TP+FSDP` 2 stages, groups of 2, 2 shares; `PP zbv+TP+SP` 4 stages on 2 places, groups of 2, 2 copies. An
-empty cell has not been run.
-"""
-
-
 def page(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Makes the page of the docs."""
+    """Makes the page of the docs: its text with the figures of the rows, and their tables."""
     refused = [row for row in rows if "refused" in row]
     wrong = [f"{row['kind']} {row['cell']}" for row in rows if "failed" in row]
     run = [row for row in rows if "loss" in row]
@@ -278,7 +256,11 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
         f"of what was trained {max(row['trained'] for row in run):.0e}. torch {rows[0]['torch'].partition('+')[0]}."
     )
     least, clipped = max(max(row["loss"], row.get("norm", 0.0)) for row in run), sum("norm" in row for row in run)
-    parts = [_HEAD.format(least=least, clipped=clipped, kinds=len({row["kind"] for row in rows}), summary=summary)]
+    text = PAGE.read_text().partition("## Plain")[0].rstrip() + "\n"
+    text = replaced(text, r"\d+ kinds of models of four", f"{len({row['kind'] for row in rows})} kinds of models of four")
+    text = replaced(text, r"In \d+ cells the", f"In {clipped} cells the")
+    text = replaced(text, r"norms differ by \S+ at", f"norms differ by {least:.0e} at")
+    parts = [replaced(text, r"(?m)^\d+ cells: .*$", summary)]
     reasons = list(dict.fromkeys(_short(row["refused"]) for row in refused))
     for title, hows in (("Plain", ("",)), ("Recomputed: full", ("full",)), ("Recomputed: selective", ("selective",)),
                         ("In host memory", ("offload",))):  # fmt: skip

@@ -10,6 +10,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -150,6 +151,14 @@ def write_between(page: Path, mark: str, text: str) -> None:
     if not begin or not end:
         sys.exit(f"{page}: the markers of {mark} are missing")
     page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+def replaced(text: str, pattern: str, new: str) -> str:
+    """Replaces the one place of a page that a pattern finds."""
+    made, count = re.subn(pattern, lambda found: new, text)
+    if count != 1:
+        raise ValueError(f"{pattern!r} stands in the page {count} times, not once")
+    return made
 
 
 def one_thread() -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import rlplace
-from benchmarks.harness import ROOT, Row, add_row, apart, arguments, one_thread, read_rows
+from benchmarks.harness import ROOT, Row, add_row, apart, arguments, one_thread, read_rows, replaced
 from rlplace.errors import MissingError, RlplaceError
 from rlplace.model.capture.capture import capture
 from rlplace.model.zoo import LoadedModel, load_model
@@ -238,35 +238,6 @@ def read() -> dict[str, Row]:
 WAYS = {"shares": "that share parameters", "stages": "as two stages"}
 """Of `benchmarks/types_runs.py`, by their names."""
 
-_HEAD = """# Model types of transformers
-
-After this page you know which `hf:` models can be planned as they come, and on what data they are trained.
-
-`hf:TYPE` builds every model type of the transformers library that has a head or a base model in its tables, from its
-configuration with random weights, with inputs that are made up:
-
-| its head | what it is trained towards |
-|---|---|
-| speech to text, sequence to sequence, masked words, next word, image and text | random words |
-| images, videos, sounds, single words, pixels | random classes |
-| two towers (clip, siglip, ...) | its own contrastive loss |
-| all others: frames of speech, boxes, masks, depth, base models and their parts | outputs of zero (a mean square) |
-
-Losses that match predictions by value, such as those for boxes, run on the CPU outside the step and are left out.
-Image-and-text models get only words unless their forward demands images, so the image tower has no gradient. Options reach
-into nested configurations: `hf:llava,text_config.num_hidden_layers=2`; `hf:detr,backbone_config.model_type=resnet` makes
-one another type (detr's own backbone needs timm). Other batches come from a function of yours, `file.py:function`.
-
-`python -m benchmarks.types` tried the {known} types of transformers {version}: each shrunk to two narrow layers, trained
-for a step on a CPU with dropout off, captured, planned as a whole strategy for two A100s; a placement that spreads its ops
-over two devices was applied. `python -m benchmarks.types_runs` ran plans over two processes: parameters in shares (FSDP),
-and a pipeline of two stages.
-{summary}
-
-Each type with its class, its MODEL text, what it reached and the reason where it stopped is a line of
-`benchmarks/types.rows.jsonl`; `python -m benchmarks.types --table` writes this page from them.
-"""
-
 
 def summary(rows: Iterable[Mapping[str, Any]]) -> str:
     """Counts how many types get how far."""
@@ -287,8 +258,10 @@ def _equal(row: Mapping[str, Any], way: str) -> bool:
 
 
 def page(rows: Mapping[str, Mapping[str, Any]], known: int, version: str) -> str:
-    """Makes the page."""
-    return _HEAD.format(known=known, version=version, summary=summary(rows.values()))
+    """Makes the page: its text, with what was tried and what was reached."""
+    tried = (r"tried the \d+ types of transformers \S+:", f"tried the {known} types of transformers {version}:")
+    text = replaced(PAGE.read_text(), *tried)
+    return replaced(text, r"(?m)^Of \d+ types that were tried .*$", summary(rows.values()))
 
 
 def main() -> None:

@@ -188,18 +188,8 @@ def mean(over: list[float | None]) -> float:
 
 
 def table() -> str:
-    """Makes the page."""
-    head = [
-        "# Baselines", "",
-        "`python -m benchmarks.zoo --table` makes this page from `benchmarks/zoo.rows.jsonl`. Geometric means over unseen",
-        "problems and three seeds (heuristics have none), with the least and the largest of the seeds; settings, weights,",
-        "cards and curves are in `agents/zoo`. In Toy (64 problems) a plan is built and compared with the optimum. In",
-        "Refinement (24 problems) 24 moves (searches: 24 simulations) start from the plan of `best`, which counts as 1. Plans",
-        "that do not fit are left out of the mean; *fits* is the share of the others. Learned policies make one plan per",
-        "problem from the likeliest actions; `heft` and `m_etf` simulate several and keep the quickest, `best` is the best of",
-        "ten planners. Settings were chosen on other problems, in two to four short runs per algorithm; in Refinement PPO has",
-        "the settings of MaskablePPO, and A2C its gamma. Seconds were measured on a shared core.", "",
-    ]  # fmt: skip
+    """Makes the page: its text, and the table."""
+    text = PAGE.read_text().partition("| environment |")[0]
     found: dict[tuple[str, str], list[Row]] = {}
     for row in read_rows(ROWS):
         found.setdefault((row["env"], row["method"]), []).append(row)
@@ -213,7 +203,7 @@ def table() -> str:
             facts = [f"{seeds[0]['decisions']:,}", f"{np.mean([row['seconds'] for row in seeds]):.0f}"]
         lines.append([env, method, f"{geometric(means):.4f}", between, f"{100 * fits:.0f} %", *facts])
     heads = ["environment", "method", "step time", "seeds", "fits", "decisions", "seconds"]
-    return "\n".join([*head, markdown(heads, lines)]) + "\n"
+    return f"{text}{markdown(heads, lines)}\n"
 
 
 def _order(key: tuple[str, str], seeds: list[Row]) -> tuple[int, float]:

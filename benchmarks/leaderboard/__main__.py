@@ -21,12 +21,15 @@ from msgspec.structs import replace
 
 from benchmarks.agent.jobs import tell
 from benchmarks.agent.methods import options_of
-from benchmarks.leaderboard.cases import FILE, CaseInfo, board_cases, freeze, info_of
-from benchmarks.leaderboard.checking import check_submission
+from benchmarks.leaderboard.board import BASE, FILE, board_cases, freeze, info_of, page
 from benchmarks.leaderboard.making import OURS, make, new_card, placer
-from benchmarks.leaderboard.page import BASE, page
-from benchmarks.leaderboard.reading import SUBMISSIONS, folders, read_submission
-from benchmarks.leaderboard.records import BUDGETS, Submission
+from benchmarks.leaderboard.submission import (
+    BUDGETS,
+    SUBMISSIONS,
+    check_submission,
+    folders,
+    read_submission,
+)
 from rlplace.agents.problems import save_cases, test_cases
 from rlplace.agents.problems.cases import ProblemCase, made_by
 from rlplace.errors import InputError, RlplaceError
@@ -99,12 +102,10 @@ def _check(chosen: Sequence[Path], cases: dict[str, ProblemCase]) -> int:
 
 
 def _table(options: argparse.Namespace, cases: dict[str, ProblemCase]) -> None:
-    entries: list[Submission] = []
-    for folder in folders(None, options.submissions):
-        entries.append(read_submission(folder))
-        check_submission(entries[-1], cases)
-    infos: dict[str, CaseInfo] = {name: info_of(case) for name, case in cases.items()}
-    text = page(entries, infos)
+    entries = [read_submission(folder) for folder in folders(None, options.submissions)]
+    for entry in entries:
+        check_submission(entry, cases)
+    text = page(entries, {name: info_of(case) for name, case in cases.items()})
     if options.write:
         write_text(options.page, text)
     else:

@@ -22,8 +22,7 @@ from benchmarks.agent.jobs import tell
 from benchmarks.agent.measure import after_floor
 from benchmarks.agent.methods import random_search
 from benchmarks.agent.records import Budget
-from benchmarks.leaderboard.reading import CARD, PLANS
-from benchmarks.leaderboard.records import Card, Row
+from benchmarks.leaderboard.submission import CARD, PLANS, Card, Row
 from rlplace.agents.planner import load_agent
 from rlplace.agents.problems.cases import ProblemCase
 from rlplace.cost.contract import split_backward

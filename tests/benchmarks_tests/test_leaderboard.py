@@ -15,11 +15,9 @@ import numpy as np
 import pytest
 
 from benchmarks.leaderboard import __main__ as command
-from benchmarks.leaderboard.cases import board_cases, board_infos, freeze, info_of
-from benchmarks.leaderboard.checking import check_submission
+from benchmarks.leaderboard.board import board_cases, board_infos, freeze, info_of, page, standings
 from benchmarks.leaderboard.making import make, new_card, placer
-from benchmarks.leaderboard.page import page, standings
-from benchmarks.leaderboard.reading import PLANS_BYTES, SUBMISSIONS, folders, read_submission
+from benchmarks.leaderboard.submission import PLANS_BYTES, SUBMISSIONS, check_submission, folders, read_submission
 from rlplace.agents.problems.cases import ProblemCase, is_branchy
 from rlplace.errors import InputError
 from rlplace.placement.common.evaluate import count_calls

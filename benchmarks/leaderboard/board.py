@@ -1,18 +1,95 @@
-"""LEADERBOARD.md from submissions: a table a class, ordered, with intervals."""
+"""The board: its problems, and LEADERBOARD.md from submissions, a table a class, ordered, with intervals.
+
+The problems are the test split as it was when the board began, in one file, so that entries stay comparable:
+`rlplace.agents.problems.test_cases` captures and prices the split anew with every version of torch, transformers and rlplace,
+and its problems then differ in the last digits or more. Plans only compare on the same problem.
+"""
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from msgspec.structs import asdict
 
 from benchmarks.agent.tables import RESAMPLES, markdown
-from benchmarks.leaderboard.cases import CaseInfo
-from benchmarks.leaderboard.records import BUDGETS, Submission
+from benchmarks.leaderboard.submission import BUDGETS, HERE, Submission, unpack
+from rlplace.agents.problems.cases import ProblemCase
 from rlplace.errors import InputError
+from rlplace.files import check_header, parse_json, read_bytes, write_bytes
+from rlplace.problem.io import problem_from_dict, problem_to_dict
+from rlplace.records import Record, build
 from rlplace.stats import TIE, interval
+
+FILE = HERE / "cases.jsonl.gz"
+FORMAT, VERSION = "rlplace.leaderboard_cases", 1
+_BYTES = 1 << 28
+
+
+class CaseInfo(Record, frozen=True):
+    """A case without its problem.
+
+    Attributes:
+        name, family, branchy, unseen_cluster: See `rlplace.agents.problems.cases.ProblemCase`.
+        problem: Fingerprint of the problem.
+    """
+
+    name: str
+    family: str
+    branchy: bool
+    unseen_cluster: bool
+    problem: str
+
+
+def freeze(cases: Sequence[ProblemCase], made_by: Mapping[str, str], path: Path = FILE) -> None:
+    """Writes cases to a file that is the same for the same cases."""
+    lines: list[dict[str, Any]] = [{"format": FORMAT, "version": VERSION, "made_by": dict(made_by)}]
+    for case in cases:
+        lines.append({"case": asdict(info_of(case)), "problem": problem_to_dict(replace(case.problem, source=None))})
+    write_bytes(path, gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode(), mtime=0))
+
+
+def info_of(case: ProblemCase) -> CaseInfo:
+    """Returns a case without its problem."""
+    return CaseInfo(case.name, case.family, case.branchy, case.unseen_cluster, case.problem.fingerprint)
+
+
+def board_infos(path: Path = FILE) -> dict[str, CaseInfo]:
+    """Returns the cases by name, without their problems."""
+    return {info.name: info for info, _ in _lines(path)}
+
+
+def board_cases(path: Path = FILE) -> dict[str, ProblemCase]:
+    """Returns the cases by name, each problem as its fingerprint says.
+
+    Raises:
+        InputError: The file is broken.
+    """
+    cases = {}
+    for info, data in _lines(path):
+        problem = problem_from_dict(data)
+        if problem.fingerprint != info.problem:
+            raise InputError(f"{path}: the problem of {info.name} is not the one of its fingerprint; take the file anew")
+        cases[info.name] = ProblemCase(info.name, info.family, problem, info.branchy, info.unseen_cluster)
+    return cases
+
+
+def _lines(path: Path) -> Iterator[tuple[CaseInfo, dict[str, Any]]]:
+    head, *lines = unpack(read_bytes(path), str(path), _BYTES).splitlines()
+    check_header(parse_json(head, f"{path} line 1"), FORMAT, VERSION, f"{path} line 1")
+    for number, line in enumerate(lines, start=2):
+        data = parse_json(line, f"{path} line {number}")
+        yield build(CaseInfo, data["case"], f"{path} line {number}: case"), data["problem"]
+
+
+_TEXT = HERE / "page.md"
+"""What the page says before and behind the tables of the classes."""
 
 BASE = "best"
 """The submission that step times are divided by."""
@@ -74,7 +151,8 @@ def standings(submissions: Sequence[Submission], infos: Mapping[str, CaseInfo]) 
 def page(submissions: Sequence[Submission], infos: Mapping[str, CaseInfo]) -> str:
     """Returns the whole of LEADERBOARD.md."""
     branchy = [name for name, info in infos.items() if info.branchy]
-    parts = [_HEAD.format(cases=len(infos), branchy=len(branchy), tie=f"{TIE:.1%}")]
+    head, _, how = _TEXT.read_text().partition("<!-- classes -->\n")
+    parts = [head.format(cases=len(infos), branchy=len(branchy), tie=f"{TIE:.1%}")]
     for budget, lines in standings(submissions, infos).items():
         body = []
         for place, line in enumerate(lines, start=1):
@@ -96,7 +174,7 @@ def page(submissions: Sequence[Submission], infos: Mapping[str, CaseInfo]) -> st
             )
         header = ["", "entry", "authors", "kind", "all", "branchy", "fastest", "feasible", "calls", "seconds", "date"]
         parts.append(f"## {budget[0].upper()}{budget[1:]}\n\n{markdown(header, body)}")
-    return "\n".join([*parts, _HOW])
+    return "\n".join([*parts, how])
 
 
 def _ratio(logs: Mapping[str, float], names: Sequence[str]) -> str:
@@ -114,39 +192,3 @@ def _mean(values: Sequence[float | None]) -> str:
         return "-"
     mean = float(np.mean(known))
     return f"{mean:,.0f}" if mean >= 100 else f"{mean:.3g}"
-
-
-_HEAD = """# Leaderboard of learned placement
-
-Placements of {cases} problems ([the test split](docs/agent/problems.md) as it was when the board began), {branchy} of
-them branchy, of model families that the shipped agent's training never sees. Every plan here is simulated again,
-exactly: step times, memory and fixed groups are checked. **Calls and seconds are what the submission claims; they
-cannot be checked**, nor can it be checked that nothing was tuned on these cases.
-
-- *all*, *branchy*: geometric mean of step time over that of `best`, the best of ten heuristics; less is faster. In
-  brackets the 95 % bootstrap interval over cases.
-- *fastest*: share of cases where no entry of the class is more than {tie} faster.
-- *feasible*: cases with a plan. Entries with more plans come first, since leaving out hard cases must not help; means
-  are over the cases that an entry has.
-- *calls*, *seconds*: claimed means per case, - where not all were measured. *One shot* has no limit; other classes
-  count only what comes after the plan of `best`, from which any entry may start. Compare seconds only on the same
-  hardware, which the card names.
-"""
-
-_HOW = """## How to submit
-
-1. `python -m benchmarks.leaderboard problems --out problems` writes each problem as `NAME.problem.json`
-   ([format](docs/formats.md)). Do not tune on them.
-2. Place each within one budget: *one shot* (a method that takes no budget; what it spends is shown), 256 or 4,096
-   simulator calls, 1 s or 5 s of wall time, counted after the plan of `best` if you start there.
-3. Make `benchmarks/leaderboard/submissions/NAME/` with `card.toml` (copy one) and `plans.jsonl.gz` (or `plans.json`,
-   a list): one row per case, `{"case": "test-t5-00", "problem": FINGERPRINT, "devices": [0, 1, ...], "step_time_s":
-   0.1, "calls": 256, "seconds": 0.2}`. `devices` is the device of every group; leave it and `step_time_s` out where
-   you have no plan.
-4. `python -m benchmarks.leaderboard make NAME --planner P --budget "256 calls"` does steps 2 and 3 for any planner
-   that rlplace knows, including [yours](docs/plugins.md), and with `--planner agent --agent runs/mine` for an agent
-   that you trained.
-5. `python -m benchmarks.leaderboard check benchmarks/leaderboard/submissions/NAME` reports what is wrong, if
-   anything.
-6. `python -m benchmarks.leaderboard table --write` makes this page; open a pull request with both.
-"""

@@ -14,7 +14,7 @@ from rlplace.placement import annealing, balanced, get_planner
 from rlplace.placement.common import kernels, listkernels, movekernels
 from rlplace.placement.published.bipartition import solve as bipartition
 from rlplace.placement.published.compiler import fm, nets, seeds
-from rlplace.placement.published.pardnn import mapping, slicing, sweep_kernel
+from rlplace.placement.published.pardnn import mapping, slicing
 from rlplace.problem import Problem
 from rlplace.problem.generate import random_problem
 from rlplace.problem.generate import random_problem as toy_problem
@@ -99,7 +99,6 @@ KERNELS = {
         nets,
         seeds,
         slicing,
-        sweep_kernel,
         analysis,
         draw,
         features,

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.placement.common.groupgraph import finite_links, finite_mean, group_graph
-from rlplace.problem import FORWARD, Problem
+from rlplace.problem import Problem
 from rlplace.problem.contract import merged_edges
 from rlplace.problem.order import grouped
 
@@ -44,7 +44,6 @@ class NodeGraph:
         source, target: int32 [E], ends of the edges.
         cost_s: float64 [E], latency and transfer of the edge between two devices (mean over the links in use).
         footprint_bytes: float64 [V], a group's footprint (`rlplace.placement.common.groupgraph`), at its heaviest node.
-        backward: bool [V], ops after the forward pass; nothing in a graph of groups.
         distance: float64 [K, K], transfer time of a mean tensor between two devices relative to the mean over all pairs; 1
             off the diagonal where links are equal, 0 on it.
         parcel: int64 [E]; edges of one number carry the same tensor, which goes to a device once.
@@ -61,7 +60,6 @@ class NodeGraph:
     parcel: NDArray[np.int64]
     footprint_bytes: NDArray[np.float64]
     distance: NDArray[np.float64]
-    backward: NDArray[np.bool_]
 
     @property
     def num_nodes(self) -> int:
@@ -93,10 +91,8 @@ def op_graph(problem: Problem, devices: Sequence[int]) -> NodeGraph:
     cost = latency + problem.tensor_bytes * inverse
     for number, matrix in problem.tensor_transfer_s.items():
         cost[number] = _mean_off_diagonal(matrix[np.ix_(devices, devices)])
-    backward = np.zeros(len(group), dtype=bool)
-    backward[:ops] = problem.op_phase > FORWARD
     return _node_graph(
-        problem, devices, group=group, time_s=time_s, backward=backward,
+        problem, devices, group=group, time_s=time_s,
         order=np.concatenate([np.arange(ops, len(group)), problem.topological_order]).astype(np.int32),
         source=maker[tensor], target=problem.consumers, cost_s=cost[tensor], parcel=tensor,
     )  # fmt: skip
@@ -111,7 +107,7 @@ def folded_graph(problem: Problem, devices: Sequence[int]) -> NodeGraph:
     source, target, cost = merged_edges(first, last, groups, graph.edge_s(*_mean_link(problem, devices)))
     return _node_graph(
         problem, devices, group=np.arange(groups, dtype=np.int32), time_s=graph.time_s[:, list(devices)],
-        backward=np.zeros(groups, dtype=bool), order=graph.order, source=source, target=target, cost_s=cost,
+        order=graph.order, source=source, target=target, cost_s=cost,
         parcel=np.arange(len(source)),
     )  # fmt: skip
 

@@ -184,33 +184,6 @@ def bind_groups(graph: NodeGraph, clusters: Clusters) -> Clusters:
     return finish_clusters(graph, np.searchsorted(kept, bound).astype(np.int32), clusters.primaries, len(kept))
 
 
-def cut_long_primary(graph: NodeGraph, clusters: Clusters) -> Clusters:
-    """Gives every short primary a contiguous chunk of the longest one, for thin graphs that must spread their memory.
-
-    A primary is short when it has less than half of the longest one's work divided by the number of primaries. Chunks are
-    equal shares of the forward work of the longest primary, each with the same share of its backward work from the end on, so
-    that activations are saved where they are read; the longest keeps the first share.
-    """
-    count = len(graph.devices)
-    cluster = clusters.cluster.copy()
-    cluster[cluster >= clusters.primaries] += count - clusters.primaries  # primaries that found no node are the shortest
-    weight = np.bincount(cluster, weights=graph.weight_s, minlength=count)[:count]
-    longest = int(weight.argmax())
-    short = [p for p in range(count) if p != longest and weight[p] < 0.5 * weight[longest] / count]
-    if not short:
-        return clusters
-    nodes = graph.order[cluster[graph.order] == longest]
-    share = np.zeros(len(nodes), dtype=np.int64)
-    for backward in (False, True):
-        part = np.flatnonzero(graph.backward[nodes] == backward)
-        seconds = graph.weight_s[nodes[part]]
-        done = (np.cumsum(seconds) - 0.5 * seconds) / max(float(seconds.sum()), 1e-30)
-        done = 1.0 - done if backward else done
-        share[part] = np.clip((done * (len(short) + 1)).astype(np.int64), 0, len(short))
-    cluster[nodes] = np.array([longest, *short], dtype=np.int32)[share]
-    return finish_clusters(graph, cluster, count, clusters.num_clusters + count - clusters.primaries)
-
-
 def _rounded(level_s: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns levels to nine digits of the highest one, so that sums in another order are still equal."""
     scale = float(level_s.max(initial=0.0))

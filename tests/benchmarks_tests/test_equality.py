@@ -1,4 +1,4 @@
-"""Twenty cells of the matrix (benchmarks/EQUALITY.md), of twelve kinds of models, in one launch of eight processes."""
+"""Sixteen cells of the matrix (benchmarks/EQUALITY.md), of twelve kinds of models, in one launch of eight processes."""
 
 import json
 import subprocess

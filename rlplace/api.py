@@ -72,6 +72,7 @@ def place(
     host: str = "eager",
     couple: str = "replica",
     buffers: str = "whole",
+    statistics: str = "replica",
     **options: Any,
 ) -> PlacementPlan:
     """Plans how a training step runs: the whole strategy, or, as the older question, where the groups of one pass run.
@@ -106,6 +107,7 @@ def place(
         host: How ops are issued: "eager", or "compiled" for a compiled graph.
         couple: What a loss that couples samples is computed over: ``"replica"`` or ``"gather"`` (`rlplace.plan.strategy`).
         buffers: ``"replica"`` lets replicas and micro-batches write buffers by their own samples, ``"whole"`` does not.
+        statistics: What BatchNorm normalizes by: the samples of a ``"replica"``, as DDP does, or of all replicas, ``"batch"``.
         **options: ``microbatch``, ``microbatches`` and ``schedule`` fix what they name in whole strategies; others are options
             of the planner of placements.
 
@@ -139,7 +141,8 @@ def place(
         captured = _captured(target, example_inputs, loss, how)
         strategy, placed = plan_model(
             captured, machine, space=space, fixed=options, planner=planner, batch=batch, curve=batch_curve, calls=calls,
-            began_s=time.monotonic(), time_limit_s=time_limit_s, seed=seed, couple=couple, buffers=buffers, **pricing,
+            began_s=time.monotonic(), time_limit_s=time_limit_s, seed=seed, couple=couple, buffers=buffers,
+            statistics=statistics, **pricing,
         )  # fmt: skip
         return strategy if placed is None else placed.plan
     if batch_curve is not None:
@@ -230,6 +233,7 @@ def plan_model(
     calls: int | None = None,
     couple: str = "replica",
     buffers: str = "whole",
+    statistics: str = "replica",
     began_s: float | None = None,
     progress: Callable[[int, float], None] | None = None,
     memory: bool = False,
@@ -240,7 +244,8 @@ def plan_model(
     Args:
         captured: The model.
         cluster: The devices.
-        space: See `place`; so are `planner`, `batch`, `curve`, `groups`, `calls`, `couple` and `buffers`.
+        space: See `place`; so are `planner`, `batch`, `curve`, `groups`, `calls`, `couple`, `buffers` and
+            `statistics`.
         fixed: Options of `place` that fix a part of the space.
         planner: Name of a planner of whole strategies.
         batch: Samples a step; None: the default.
@@ -249,6 +254,7 @@ def plan_model(
         calls: Largest number of evaluations of the search.
         couple: Scope of a loss that couples samples.
         buffers: Scope of buffers that the forward writes.
+        statistics: Scope of BatchNorm's statistics.
         began_s: Moment on the monotonic clock from which the time limit counts.
         progress: Called with the evaluations of the search so far and the seconds of the best.
         memory: Whether the strategy's prediction says what fills the devices.
@@ -261,15 +267,15 @@ def plan_model(
     from rlplace.strategy.search.plan import plan_strategy
 
     facts = captured.facts
-    if facts is not None and facts.sync_norm and any(kind.name == "cpu" for kind in cluster.kinds):
-        raise InputError("place: torch has no SyncBatchNorm for processors; plan for GPUs, or leave the norms as BatchNorm")
     alone = None if captured.capture_at is not None else captured.graph
     if batch is None:
         batch = default_batch(cluster, alone) if curve is None else PER_DEVICE if alone is None else alone.samples
     strategy = plan_strategy(
         cluster=cluster, batch=batch, curve=curve, calls=calls, began_s=began_s, planner=answers(planner), progress=progress,
         memory=memory, **limits,
-        **what_may_be(captured, space=space, fixed=fixed, planner=planner, couple=couple, buffers=buffers),
+        **what_may_be(
+            captured, space=space, fixed=fixed, planner=planner, couple=couple, buffers=buffers, statistics=statistics
+        ),
     )  # fmt: skip
     strategy = _noted(strategy, facts)
     restricted = space not in (None, AUTO) or any(value is not None for value in fixed.values())
@@ -299,6 +305,7 @@ def what_may_be(
     planner: str,
     couple: str | None = None,
     buffers: str | None = None,
+    statistics: str = "replica",
 ) -> dict[str, Any]:
     """Returns arguments of `rlplace.strategy.search.plan.ask` that the model and the space give; those of `plan_model`."""
     from rlplace.model.graph.rescale import two_captures
@@ -307,7 +314,8 @@ def what_may_be(
 
     facts = captured.facts
     why_not, only = judge(facts, couple, buffers) if space != EVERYTHING else (None, None)
-    settings = ((facts.conduct if facts is not None else None) or Conduct()).settings(couple or "replica", buffers or "whole")
+    conduct = (facts.conduct if facts is not None else None) or Conduct()
+    settings = conduct.settings(couple or "replica", buffers or "whole", statistics)
     graph, capture_at = captured.graph, captured.capture_at
     first, other = (graph, None) if capture_at is None else two_captures(graph, capture_at)
     allowed = allowed_space(space, fixed, planner)

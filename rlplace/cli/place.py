@@ -76,6 +76,11 @@ class PlaceOptions(ModelOptions):
         choices=("whole", "replica"),
         default="whole",
     )
+    statistics: str = option(
+        "what BatchNorm normalizes by: the samples of a replica, as DDP does (default), or of all replicas",
+        choices=("replica", "batch"),
+        default="replica",
+    )
     memory: bool = flag("show what fills the memory of the devices, kind by kind")
     alloc_conf: str = option(
         "with --memory, for placements: PYTORCH_CUDA_ALLOC_CONF, as in expandable_segments:True", None, "TEXT", default=""
@@ -170,7 +175,7 @@ def _place_strategy(options: PlaceOptions) -> tuple[PlacementPlan, Placed | None
             captured, machine, space=options.space, fixed=fixed, planner=options.planner, batch=batch, curve=curve,
             calls=options.calls, began_s=began_s, groups=options.granularity, time_limit_s=options.limit_s,
             seed=options.seed, costs=costs, host=options.host_mode, progress=progress, couple=options.couple,
-            buffers=options.buffers, memory=options.memory,
+            buffers=options.buffers, statistics=options.statistics, memory=options.memory,
         )  # fmt: skip
 
 

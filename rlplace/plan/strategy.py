@@ -34,7 +34,9 @@ Offload = Literal["optimizer", "all"]
 
 Couple = Literal["replica", "gather"]
 Buffers = Literal["whole", "replica"]
-"""What a loss that couples samples is computed over, and who writes buffers by samples; see `Strategy`."""
+Statistics = Literal["replica", "batch"]
+"""What a loss that couples samples is computed over, who writes buffers by samples, and what BatchNorm normalizes by; see
+`Strategy`."""
 
 _Device = Annotated[int, Meta(ge=0, lt=DEVICES)]
 _Microbatches = Annotated[int, Meta(ge=1, le=MICROBATCHES)]
@@ -137,6 +139,8 @@ class Strategy(Record, frozen=True):
         mixing: With ``"gather"``, modules whose result for a sample depends on other samples.
         buffers: Where a forward writes buffers by its samples: ``"whole"`` keeps batches in one piece, ``"replica"`` lets every
             replica and micro-batch write by its own samples.
+        statistics: What BatchNorm normalizes by: the samples of each pass of a ``"replica"``, as under DDP, or of the same pass
+            of all replicas, ``"batch"``.
 
     Raises:
         InputError: It contradicts itself; the message says where and how.
@@ -148,6 +152,7 @@ class Strategy(Record, frozen=True):
     couple: Couple = "replica"
     mixing: tuple[Text, ...] = ()
     buffers: Buffers = "whole"
+    statistics: Statistics = "replica"
 
     def __post_init__(self) -> None:
         check_record(self, "strategy")
@@ -187,10 +192,10 @@ class Strategy(Record, frozen=True):
             data = {**{key: data[key] for key in _OF_STEP if key in data}, "pipelines": [own]}
             build(Pipeline, own, where)  # whose messages name its fields without a list
         made = build(_File, data, where)
-        return Strategy(made.batch, made.pipelines, made.reduction, made.couple, made.mixing, made.buffers)
+        return Strategy(made.batch, made.pipelines, made.reduction, made.couple, made.mixing, made.buffers, made.statistics)
 
 
-_OF_STEP = ("batch", "reduction", "couple", "mixing", "buffers")
+_OF_STEP = ("batch", "reduction", "couple", "mixing", "buffers", "statistics")
 """Keys of a file that belong to the step, where those of its one pipeline stand beside them."""
 
 
@@ -203,6 +208,7 @@ class _File(Record, frozen=True):
     couple: Couple = "replica"
     mixing: tuple[Text, ...] = ()
     buffers: Buffers = "whole"
+    statistics: Statistics = "replica"
 
 
 def _written(pipeline: Pipeline) -> dict[str, Any]:

@@ -41,12 +41,13 @@ class Conduct:
         """True where the loss of a batch is no weighted mean of those of its parts."""
         return not self.reduction and self.incomparable is None
 
-    def settings(self, couple: str, buffers: str) -> dict[str, Any]:
+    def settings(self, couple: str, buffers: str, statistics: str) -> dict[str, Any]:
         """Returns fields of a `Strategy` by which its parts make up the result of the model.
 
         Args:
             couple: The request for a loss that couples samples; where it is known not to, there is nothing to gather.
             buffers: See `Strategy`.
+            statistics: See `Strategy`.
         """
         gathers = couple == "gather" and (self.couples or self.unseen is not None)
         return {
@@ -54,6 +55,7 @@ class Conduct:
             "couple": couple if gathers else "replica",
             "mixing": self.mixing if gathers else (),
             "buffers": buffers,
+            "statistics": statistics,
         }
 
     def reason(self) -> str:

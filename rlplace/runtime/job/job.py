@@ -136,7 +136,7 @@ def train(
         whole = whole.to(device)
         updates = make([p for p in whole.parameters() if p.requires_grad])
         dtype = None if policy is None else policy.param_dtype
-        reference = Reference(whole, updates, device, loaded.loss, _parts(plan), **loop, dtype=dtype)
+        reference = Reference(whole, updates, device, loaded.loss, _parts(plan), **loop, dtype=dtype, strategy=plan.strategy)
     if options.verify:
         comparison = RunComparison(TOLERANCE[name or recipe.dtype], device, reference)
     first_step, folder = 0, options.checkpoint

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,16 @@ from torch.func import functional_call
 from rlplace.model.capture.fake import computed_values
 from rlplace.model.capture.inputs import split_inputs
 from rlplace.model.torch_adapter import pytree
-from rlplace.runtime.base.batches import even_sizes
+from rlplace.plan.strategy import Strategy
+from rlplace.runtime.base.batches import even_sizes, passes_of, share_of
+from rlplace.runtime.base.conduct import MEAN, SUM
 from rlplace.runtime.base.model import DistributedModel
 from rlplace.runtime.base.steps import Autocast, Loss, loss_of, samples_of
 from rlplace.runtime.state.whole import gather_values
+from rlplace.runtime.strategy.blocks import has_batch_norm, has_sync_norm
 from rlplace.runtime.strategy.rehearsal import AlikeDraws, rehearse, rows_of
+from rlplace.runtime.strategy.statistics import statistics_of
+from rlplace.runtime.strategy.strategy_model import keyword_inputs
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 """Largest accepted difference by dtype of compute: of a loss relative to itself, of a tensor to its largest element."""
@@ -47,6 +52,7 @@ class Reference:
     steps: int = 0  # number of its steps so far
     # the mean loss over the parts of the first batch; None before it, and where there is one part
     mean_of_parts: float | None = None
+    strategy: Strategy | None = None  # the plan's; its parts run one by one where each has statistics of BatchNorm of its own
     why: str = ""  # why that differs from the loss of the batch, where a rehearsal shows it
     # by parameter how far its updates may have carried it because a gradient is known up to rounding only
     slack: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -54,22 +60,60 @@ class Reference:
     def __post_init__(self) -> None:
         self.parameters = dict(self.model.named_parameters())
 
+    @property
+    def in_parts(self) -> bool:
+        """True where parts of a batch are normalized by their own statistics."""
+        alone, joined = has_batch_norm(self.model), has_sync_norm(self.model)
+        if self.strategy is None or not (alone or joined):
+            return False
+        replicas = 1 if joined or self.strategy.statistics == "batch" else self.strategy.pipelines[0].data_degree
+        return max(self.strategy.pipelines[0].microbatches) * replicas > 1
+
     def step(self, batch: Any, tolerance: float) -> float:
         """Runs one step on the whole batch in one piece; leaves the gradients in place and returns the loss."""
         batch = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(self.device), batch)
-        before = copy.deepcopy(self.model, computed_values(self.model)) if self.steps == 0 and self.parts > 1 else None
         self.optimizer.zero_grad(set_to_none=True)
-        with self.autocast():
-            value = self._loss_of(self.model, batch)
-        value.backward()  # type: ignore[no-untyped-call]
-        if before is not None:
-            self._compare_parts(before, batch, float(value.detach()), tolerance)
+        if self.strategy is not None and self.in_parts:
+            value = self._step_in_parts(self.strategy, batch)
+        else:
+            before = copy.deepcopy(self.model, computed_values(self.model)) if self.steps == 0 and self.parts > 1 else None
+            with self.autocast():
+                loss = self._loss_of(self.model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            value = float(loss.detach())
+            if before is not None:
+                self._compare_parts(before, batch, value, tolerance)
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.parameters.values(), self.clip)
         self._note_slack(tolerance)
         self.optimizer.step()
         self.steps += 1
-        return float(value.detach())
+        return value
+
+    def _step_in_parts(self, strategy: Strategy, batch: Any) -> float:
+        """Runs forward and backward of the parts of a batch one by one; the running statistics of the first replica stay."""
+        samples, inputs, degree = samples_of(batch), keyword_inputs(self.model, batch), strategy.pipelines[0].data_degree
+        apart = degree if strategy.statistics == "replica" and not has_sync_norm(self.model) else 1
+        counts = None if strategy.reduction in (MEAN, SUM) else strategy.reduction
+        norms, total, counted = statistics_of([self.model]), 0.0, 0.0
+        for replica in reversed(range(apart)):  # the first one last
+            before = [value.clone() for value in norms]
+            share = share_of(strategy, replica, samples, apart)
+            share = share if counts is None else replace(share, weights=(1.0,) * len(share.sizes))
+            for one in passes_of(inputs, share, inputs, (), self.device, counts):
+                with self.autocast(), one.counting() as targets:
+                    loss = self._loss_of(self.model, one.inputs)
+                weight = 1.0 if strategy.reduction == SUM else float(one.counted(targets, self.device))
+                (loss * weight).backward()  # type: ignore[no-untyped-call]
+                total, counted = total + float(loss.detach()) * weight, counted + weight
+            for value, old in zip(norms, before, strict=True):
+                value.copy_(old if replica else value)
+        if strategy.reduction == SUM:
+            return total
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad /= counted
+        return total / counted
 
     def _loss_of(self, model: nn.Module, batch: Any) -> torch.Tensor:
         args, kwargs = split_inputs(batch)
@@ -180,8 +224,11 @@ class RunComparison:
     def lines(self) -> list[str]:
         """Describes the comparison in sentences."""
         verdict = "equal" if self.equal else "NOT EQUAL"
+        whole = "on whole batches in one piece"
+        if self.reference is not None and self.reference.in_parts:
+            whole = "on the plan's parts one by one, which BatchNorm normalizes by their own statistics,"
         made = [
-            f"{verdict} to the unplaced model on whole batches in one piece within {self.tolerance:g}: losses of "
+            f"{verdict} to the unplaced model {whole} within {self.tolerance:g}: losses of "
             f"{len(self.losses)} steps differ by up to {max(self.losses, default=0.0):.1e} of their size",
             "; ".join(
                 f"worst {kind} {name}: {error:.2g} of what is accepted" if name else f"every {kind} equal bit for bit"

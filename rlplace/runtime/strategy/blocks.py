@@ -94,9 +94,10 @@ def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Returns whether a module computes statistics over the samples of its process, or keeps running ones."""
+    """Returns whether a module computes statistics over the samples of its process; frozen norms, in evaluation, do not."""
     norms = (module for module in model.modules() if isinstance(module, NormBase) and not isinstance(module, nn.SyncBatchNorm))
-    return any(isinstance(module, BatchNorm) or module.track_running_stats for module in norms)
+    trained = (module for module in norms if module.training or not model.training or module.running_mean is None)
+    return any(isinstance(module, BatchNorm) or module.track_running_stats for module in trained)
 
 
 def has_sync_norm(model: nn.Module) -> bool:

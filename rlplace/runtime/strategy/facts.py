@@ -18,18 +18,20 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rlplace.errors import InputError
 from rlplace.model.aten import base_name
-from rlplace.model.capture.fake import replaced_forward, tensors_in
+from rlplace.model.capture.fake import any_dtype_grouped_mm, fake_copy, fake_inputs, new_fake_mode, replaced_forward, tensors_in
+from rlplace.model.capture.inputs import split_inputs
 from rlplace.model.graph.opgraph import FORWARD, OpGraph
 from rlplace.model.torch_adapter import FakeTensor, pytree
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.base.batches import Batch
 from rlplace.runtime.base.conduct import COUPLES, MEAN, SUM, TARGETS, Conduct
+from rlplace.runtime.base.steps import samples_of
 from rlplace.runtime.strategy.blocks import block_names, has_batch_norm, has_sync_norm, observe, owner, tied_names, units
 from rlplace.runtime.strategy.capture import capture, strange_in
 from rlplace.runtime.strategy.cut import StageGraph, cut
 from rlplace.runtime.strategy.gather import why_no_gather
 from rlplace.runtime.strategy.model_layouts import find_layouts
-from rlplace.runtime.strategy.rehearsal import rehearse
+from rlplace.runtime.strategy.rehearsal import rehearse, rows_of
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
 from rlplace.runtime.strategy.why_not import ModelFacts, TensorFacts
 from rlplace.strategy.layouts.cut_moves import SAMPLE
@@ -48,12 +50,16 @@ def _notes(strategy: Strategy, facts: ModelFacts) -> Iterator[str]:
         return
     sizes = sorted({min(pipeline.microbatch), max(pipeline.microbatch)})
     samples = f"{' to '.join(map(str, sizes))} a {'micro-batch' if micro else 'replica'}"
-    norm = facts.batch_norm or (facts.sync_norm and micro)
-    if norm:
-        yield f"BatchNorm normalizes by the statistics of {samples}, not of all {strategy.batch} samples of a step"
+    joined = pipeline.data_degree > 1 and (facts.sync_norm or strategy.statistics == "batch")
+    if facts.batch_norm and not joined:
+        how = "" if micro else ", as DDP does"
+        other = "; --statistics batch joins replicas" if pipeline.data_degree > 1 else f", not of all {strategy.batch}"
+        yield f"BatchNorm normalizes by the statistics of {samples}{how}{other}"
+    elif (facts.batch_norm or facts.sync_norm) and micro:
+        yield f"BatchNorm normalizes by the statistics of one micro-batch of every replica, not of all {strategy.batch} samples"
     if conduct.couples and strategy.couple == "gather" and not micro:
         yield f"{COUPLES}: replicas gather what it reads, and compute it over all {strategy.batch} of a step"
-    elif conduct.couples and not norm and not facts.sync_norm:
+    elif conduct.couples:
         where = f" (first in {conduct.where})" if conduct.where else ""
         whole, halves = f"{conduct.whole:.4g} in one piece", f"{conduct.parts:.4g} as the mean of two parts"
         figures = f" (of {conduct.samples} example samples, {whole} and {halves})"
@@ -144,6 +150,8 @@ def facts_of(
         facts = examine(module, keyword_inputs(module, inputs))
     except InputError as error:
         facts = model_facts(module, no_cut=str(error))
+    if facts.batch_norm:
+        facts = replace(facts, no_single=_no_single(module, inputs))
     conduct, no_gather = rehearse(module, inputs, loss, 0.0 if graph is None else float(graph.op_flops.sum())), None
     if conduct.unseen is not None and graph is not None:
         conduct = conduct_of_graph(graph, conduct.unseen)
@@ -170,13 +178,28 @@ def _needed(model: nn.Module) -> tuple[str, ...]:
 _OVER_TARGETS = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss_forward")
 
 
+def _no_single(model: nn.Module, inputs: Any) -> str | None:
+    """Explains why the forward takes no single sample, as BatchNorm of one value a channel does not; None where it runs."""
+    mode = new_fake_mode()
+    args, kwargs = split_inputs(rows_of(inputs, samples_of(inputs), slice(0, 1)))
+    try:
+        with any_dtype_grouped_mm(), mode:
+            fake_copy(model, mode)(*fake_inputs(args, mode), **fake_inputs(kwargs, mode))
+    except ValueError as error:
+        return f"{error}"[:200] if "more than 1 value" in str(error) else None
+    except Exception:  # the model's own code runs, on less than it was given
+        return None
+    return None
+
+
 def conduct_of_graph(graph: OpGraph, unseen: str) -> Conduct:
     """Judges a captured step by rules about its ops; `unseen` is why the model was not rehearsed."""
     found = Conduct(unseen=unseen)
     if graph.traced is None:
         return found
     ops = ForwardOps(graph, np.zeros(graph.num_ops, dtype=np.int32))
-    meets = next((op for op in np.flatnonzero(ops.searched).tolist() if _meets(ops, op)), None)
+    searched = (op for op in np.flatnonzero(ops.searched).tolist() if "batch_norm" not in graph.op_target[op])
+    meets = next((op for op in searched if _meets(ops, op)), None)
     if meets is not None:
         where = graph.op_module[meets]
         return replace(found, reduction="", where=where, mixing=(where,) if where else ())

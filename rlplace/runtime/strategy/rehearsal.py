@@ -190,6 +190,9 @@ class _NoNumberError(_ModelError):
 def _run(model: nn.Module, loss: Callable[..., Any] | None, double: bool, inputs: Any, *, thinned: bool = False) -> _Rehearsed:
     """Runs a forward and a backward of a fresh copy."""
     own = copy.deepcopy(model, computed_values(model))
+    for module in own.modules():
+        if isinstance(module, NormBase) and module.running_mean is not None:
+            module.eval()  # that its statistics are of a part is known, and would hide how the rest treats samples
     inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.detach().clone(), inputs)
     if double:
         own.double()

@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -22,7 +21,7 @@ from rlplace.runtime.base.batches import Batch, cast, repeated
 from rlplace.runtime.base.model import Batching
 from rlplace.runtime.base.steps import Loss
 from rlplace.runtime.state.whole import ParameterHooks
-from rlplace.runtime.strategy.blocks import has_sync_norm, observe, tied_names, units
+from rlplace.runtime.strategy.blocks import observe, tied_names, units
 from rlplace.runtime.strategy.buffers import Accumulation, StepBuffers
 from rlplace.runtime.strategy.capture import UnitGraph, capture, uncalled
 from rlplace.runtime.strategy.cut import StageGraph, cut, same_held, stage_module
@@ -31,6 +30,7 @@ from rlplace.runtime.strategy.gather import GatheredForward
 from rlplace.runtime.strategy.mesh import MeshPlace, check_same, find_place
 from rlplace.runtime.strategy.model_layouts import ModelLayouts, find_layouts, lay_out, stay_parts
 from rlplace.runtime.strategy.pipeline import PipelineRun, Recorded, StageModule
+from rlplace.runtime.strategy.statistics import join_statistics
 from rlplace.runtime.strategy.strategy_model import StrategyModel
 from rlplace.runtime.strategy.why_not import minor_version, why_not
 from rlplace.runtime.strategy.wrap import StageTies, wrap_stage
@@ -64,8 +64,6 @@ def prepare(
     Raises:
         InputError: It cannot be run, with the reason (`why_not`).
     """
-    if device_type == "cpu" and has_sync_norm(model) and dist.is_initialized() and dist.get_world_size() > 1:
-        raise InputError("native: torch has no SyncBatchNorm for processors; run on GPUs, or plan for one device")
     turn_off_caches(model)
     named = [block for stage in strategy.stages for block in stage.blocks]
     found = dict(units(model, named))
@@ -96,6 +94,7 @@ def prepare(
         more = _pipelined(model, meta, strategy, place, example_inputs, layouts, facts.blocks, mixed_precision)
         return make(**more)
     stage = strategy.stages[0]
+    join_statistics(model, place, everywhere=strategy.statistics == "batch")
     captured = capture(model, example_inputs, named) if stage.sequence_parallel else None
     model.to(place.device)
     if layouts is not None:
@@ -122,7 +121,7 @@ def _pipelined(
     mixed_precision: MixedPrecisionPolicy | None,
 ) -> dict[str, Any]:
     """Returns the arguments of `StrategyModel` for the stages of this process."""
-    pipeline, names = strategy.pipelines[0], tied_names(model)
+    pipeline, names, statistics = strategy.pipelines[0], tied_names(model), strategy.statistics
     if (joined := pipeline.data_degree // place.data_degree) > 1:
         inputs = repeated(inputs, joined, pipeline.microbatch[0])
     dtype = None if mixed_precision is None else mixed_precision.param_dtype
@@ -139,6 +138,7 @@ def _pipelined(
     roots = {number: StageModule(body) for number, body in bodies.items()}
     for number, root in roots.items():
         root.training = model.training
+        join_statistics(root, place, everywhere=statistics == "batch")
         own = {id(module) for module in root.modules()}
         inside = {path: module for path, module in captured.units.items() if id(module) in own}
         if layouts is not None and pipeline.stages[number].axis("tensor") > 1:

@@ -27,6 +27,7 @@ from rlplace.runtime.strategy.buffers import Accumulation
 from rlplace.runtime.strategy.buffers import Loss as PartLoss
 from rlplace.runtime.strategy.gather import gather_output
 from rlplace.runtime.strategy.mesh import MeshPlace
+from rlplace.runtime.strategy.statistics import statistics_of, take_from_first_replica
 from rlplace.runtime.strategy.tensor import step_stream
 from rlplace.runtime.strategy.wrap import StageTies, average_left_out, sum_parts
 
@@ -83,6 +84,7 @@ class StrategyModel(DistributedModel):
         self.strategy, self.place, self.runner, self._loss = strategy, place, runner, loss
         self._bodies, self._roots, self._names = dict(bodies), list(roots), tuple(names)
         self._ties, self._tied, self._hooks = ties, tied, hooks
+        self._statistics = statistics_of(self._bodies.values())
         self._latest: weakref.ref[Stash] | None = None
 
     def step(self, batch: Batch, loss: PartLoss) -> torch.Tensor:
@@ -123,6 +125,8 @@ class StrategyModel(DistributedModel):
                     if parameter.grad is not None:
                         parameter.grad.mul_(float(1.0 / counted))
             self._hooks.run(dict(self.trained()))
+            if self.strategy.statistics == "replica":
+                take_from_first_replica(self._statistics, self.place)
         self._latest = weakref.ref(stash)
         return total, stash
 

@@ -49,6 +49,7 @@ class ModelFacts:
 
     blocks: tuple[str, ...] = ()  # paths of the blocks that a strategy has to name
     batch_norm: bool = False  # a module computes statistics over the samples of its process
+    no_single: str | None = None  # the error of a forward with one sample, which BatchNorm may raise; None where it runs
     sync_norm: bool = False  # a module computes statistics over all processes of the job
     no_cut: str | None = None  # why it cannot be cut into stages
     no_samples: str | None = None  # why values between stages cannot be split by samples
@@ -155,18 +156,15 @@ def _levels(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
         yield "a pipeline has sharding level 0 or 1: torch keeps its gradients unsharded until the step ends"
     if level > 1 and len(set(pipeline.microbatches)) > 1:
         yield "unlike numbers of micro-batches at sharding level 2 or 3 wait for each other's collectives for ever"
-    if facts.batch_norm and pipeline.data_degree > 1:
-        yield (
-            "BatchNorm computes its statistics per replica, which is another model; convert it with "
-            "torch.nn.SyncBatchNorm.convert_sync_batchnorm, or plan without replicate and shard"
-        )
+    if facts.batch_norm and facts.no_single is not None and min(pipeline.microbatch) == 1:
+        yield f"micro-batches of one sample: {facts.no_single}; plan with microbatch=2 or more"
+    if facts.batch_norm and len({stage.data_degree for stage in pipeline.stages}) > 1:
+        yield "stages of unlike data degrees would normalize by the statistics of unlike numbers of samples; give all the same"
 
 
 def _pipeline(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:
     if len(pipeline.stages) == 1:
         return
-    if facts.sync_norm:
-        yield "SyncBatchNorm waits for processes of other stages; give it the process group of its stage's replicas"
     places = pipeline.device_sets
     schedule = SCHEDULES[pipeline.schedule or ""]
     if schedule.layout == V and torch < (2, 13):

@@ -1,21 +1,24 @@
-"""Running statistics under a strategy: those of the plain model on the same micro-batches, or a refusal."""
+"""BatchNorm under a strategy: the plain model's gradients and running statistics on the same parts of a batch."""
 
 import torch
 from torch import nn
 
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.strategy.facts import model_facts
+from rlplace.runtime.state.whole import whole_tensor
+from rlplace.runtime.strategy.blocks import has_batch_norm
+from rlplace.runtime.strategy.facts import facts_of, notes_of
 from rlplace.runtime.strategy.run import prepare
-from rlplace.runtime.strategy.why_not import why_not
+from rlplace.runtime.strategy.why_not import ModelFacts, why_not
 from tests.runtime.job.launch import run
 from tests.runtime.strategy.native_cases import stage
 
 STEPS, MICROBATCHES = 2, 3
 
 
-def normed():
+def normed(momentum=0.1):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    norms = [nn.BatchNorm1d(4, momentum=momentum) for _ in range(2)]
+    return nn.Sequential(nn.Linear(4, 4), norms[0], nn.Linear(4, 4), norms[1]).double()
 
 
 def two_stages(mesh=None, sharding=0):
@@ -52,21 +55,123 @@ def test_a_pipeline_counts_every_micro_batch_once():
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_what_keeps_statistics_is_refused_over_replicas():
-    over = two_stages({"replicate": 2})
-    assert "SyncBatchNorm" in why_not(over, model_facts(normed()))
-    assert why_not(over, model_facts(nn.Sequential(nn.Linear(4, 4), nn.InstanceNorm1d(4), nn.Linear(4, 4), nn.ReLU()))) is None
-    counting = nn.Sequential(nn.Linear(4, 4), nn.InstanceNorm1d(4, track_running_stats=True), nn.Linear(4, 4), nn.ReLU())
-    assert "statistics per replica" in why_not(over, model_facts(counting))
+def state_of(native):
+    names = [name for name, _ in native.meta_model.named_parameters()]
+    kept = {name: value for name, value in native.state_dict().items() if "running" in name or "tracked" in name}
+    gradients = {name: whole_tensor(p.grad) for name, p in native.named_parameters() if p.grad is not None}
+    return kept, {name: gradients[name] for name in names if name in gradients}
 
 
-def test_statistics_of_all_processes_are_refused_in_a_pipeline():
-    together = nn.SyncBatchNorm.convert_sync_batchnorm(normed())
-    assert "waits for processes of other stages" in why_not(two_stages(), model_facts(together))
-    flat = {
-        "batch": 8,
-        "microbatch": [4],
-        "microbatches": [1],
-        "stages": [stage(("0", "1", "2", "3"), (0, 1), {"replicate": 2}, 0)],
-    }
-    assert why_not(Strategy.from_dict(flat), model_facts(together)) is None
+def over_replicas(cases):
+    """Two steps without an update under every strategy; one model a case."""
+    found = []
+    for strategy, momentum in cases:
+        native = prepare(normed(momentum), strategy, {"input": images(strategy)[:4]})
+        for _ in range(STEPS):
+            native.zero_grad()
+            native.step({"input": images(strategy)}, square)
+        found.append(state_of(native))
+    return found
+
+
+def images(strategy):
+    return torch.randn(strategy.batch, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).square()
+
+
+def flat(mesh, sharding, statistics, passes=1):
+    only = [stage(("0", "1", "2", "3"), (0, 1), mesh, sharding)]
+    parts = {"batch": 8 * passes, "microbatch": [4], "microbatches": [passes], "statistics": statistics}
+    return Strategy.from_dict(parts | {"stages": only})
+
+
+CASES = {
+    "replicas": (flat({"replicate": 2}, 0, "replica"), 0.1),
+    "replicas, micro-batches": (flat({"replicate": 2}, 0, "replica", 3), 0.1),
+    "level 3": (flat({"shard": 2}, 3, "replica"), 0.1),
+    "together": (flat({"replicate": 2}, 0, "batch"), 0.1),
+    "together, level 3, cumulative averages": (flat({"shard": 2}, 3, "batch"), None),
+    "together, micro-batches": (flat({"shard": 2}, 1, "batch", 2), 0.1),
+}
+"""Strategies of two processes, with the momentum of running statistics."""
+
+
+def expected(strategy, momentum):
+    """Computes the same by plain torch: parts of one replica after the other, or of all replicas together."""
+    model, together = normed(momentum), strategy.statistics == "batch"
+    halves = [half.split(4) for half in images(strategy).chunk(2)]
+    for _ in range(STEPS):
+        model.zero_grad()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        for replica in range(1 if together else 2):
+            if replica:
+                first = {name: value.clone() for name, value in model.state_dict().items()}
+                model.load_state_dict(before)
+            parts = [torch.cat(pair) for pair in zip(*halves, strict=True)] if together else halves[replica]
+            for part in parts:
+                (square(model(part), None) * len(part) / strategy.batch).backward()
+            if replica:
+                model.load_state_dict(first)
+    kept = {name: value for name, value in model.state_dict().items() if "running" in name or "tracked" in name}
+    return kept, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_replicas_normalize_by_their_own_samples_or_by_all():
+    for rank, own in enumerate(run(2, over_replicas, [*CASES.values()])):
+        for name, (case, found) in zip(CASES, zip(CASES.values(), own, strict=True), strict=True):
+            for made, wanted in zip(found, expected(*case), strict=True):
+                assert made.keys() == wanted.keys(), (name, rank)
+                torch.testing.assert_close(
+                    made, wanted, rtol=1e-11, atol=1e-11, msg=lambda text, at=(name, rank): f"{at}: {text}"
+                )
+
+
+def in_two_stages_of_replicas():
+    strategy = two_stages({"replicate": 2})
+    together = Strategy.from_dict(strategy.to_dict() | {"statistics": "batch"})
+    return over_replicas([(strategy, 0.1), (together, 0.1)])
+
+
+def test_stages_of_replicas_have_statistics_of_their_own():
+    found = run(4, in_two_stages_of_replicas)
+    for at, statistics in enumerate(("replica", "batch")):
+        strategy = Strategy.from_dict(two_stages({"replicate": 2}).to_dict() | {"statistics": statistics})
+        wanted = expected(strategy, 0.1)
+        for own in found:
+            for made, values in zip(own[at], wanted, strict=True):
+                torch.testing.assert_close(made, {name: values[name] for name in made}, rtol=1e-11, atol=1e-11)
+
+
+def test_norms_whose_statistics_stand_have_none_of_their_own():
+    model = normed()
+    assert has_batch_norm(model)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.eval()
+    assert not has_batch_norm(model)
+    assert not has_batch_norm(nn.Sequential(nn.InstanceNorm1d(4)))
+    assert has_batch_norm(nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True)))
+
+
+def test_a_micro_batch_of_one_sample_is_refused_where_a_norm_takes_none():
+    facts = facts_of(normed(), {"input": images(flat({"replicate": 2}, 0, "replica"))})
+    assert facts.batch_norm and "more than 1 value per channel" in str(facts.no_single)
+    single = {"batch": 2, "microbatch": [1], "microbatches": [1]}
+    alone = Strategy.from_dict(flat({"replicate": 2}, 0, "replica").to_dict() | single)
+    assert "plan with microbatch=2" in why_not(alone, facts)
+    assert why_not(flat({"replicate": 2}, 0, "replica"), facts) is None
+    pixels = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 2, 3))
+    assert facts_of(pixels, {"input": torch.randn(4, 3, 8, 8)}, torch.sum).no_single is None
+
+
+def test_notes_say_what_norms_normalize_by():
+    facts = facts_of(normed(), {"input": images(flat({"replicate": 2}, 0, "replica"))}, torch.mean)
+    (note,) = notes_of(CASES["replicas"][0], facts)
+    assert "statistics of 4 a replica, as DDP does" in note
+    assert "one micro-batch of every replica" in notes_of(CASES["together, micro-batches"][0], facts)[0]
+    assert notes_of(CASES["together"][0], facts) == ()
+
+
+def test_unlike_data_degrees_are_refused():
+    stages = [stage(("0", "1"), (0, 1), {"replicate": 2}, 0), stage(("2", "3"), (2,), {}, 0)]
+    parts = {"batch": 8, "microbatch": [4], "microbatches": [1], "schedule": "gpipe", "stages": stages}
+    assert "unlike numbers of samples" in why_not(Strategy.from_dict(parts), ModelFacts(batch_norm=True))

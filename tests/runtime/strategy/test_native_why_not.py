@@ -63,7 +63,6 @@ REFUSED = [
     ),
     (UNLIKE | {"microbatches": [5, 3]}, None, "micro-batches of one size"),
     (UNLIKE, facts_of(no_samples="why"), "unlike data degrees: why"),
-    (SHARDED, facts_of(batch_norm=True), "SyncBatchNorm"),
     (flat("llama", {}, 0, devices=[0], recompute="full"), ModelFacts(batch_norm=True), "twice"),
     (STAGED, facts_of(no_cut="why"), "cannot be cut into stages: why"),
     (STAGED, facts_of(blocks=(*BLOCKS["llama"], "lm_tail")), "no stage names the block lm_tail"),

@@ -60,9 +60,23 @@ def test_how_the_loss_of_a_batch_comes_from_those_of_its_parts(loss, others, red
 
 
 def test_the_first_module_where_samples_meet_is_named():
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1), nn.Flatten(0))
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    model = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 1), nn.Flatten(0))
     conduct = rehearse(model, {"input": torch.randn(8, 4)}, lambda y: y.square().mean())
     assert conduct.couples and conduct.where == "1" and conduct.mixing == ("1", "2", "3") and not conduct.written
+
+
+def test_norms_with_running_statistics_hide_neither_the_reduction_nor_other_couplings():
+    class Classifier(nn.Sequential):
+        def forward(self, input, labels):
+            return F.cross_entropy(super().forward(input), labels)
+
+    model = Classifier(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 6))
+    conduct = rehearse(model, {"input": torch.randn(8, 4), "labels": torch.arange(8) % 6})
+    assert conduct.reduction == "targets" and not conduct.written and not conduct.counters
+    coupled = rehearse(nn.Sequential(*model), {"input": torch.randn(8, 4)}, lambda y: (y @ y.T).square().mean())
+    assert coupled.couples and coupled.where == ""
+    assert model[1].training and int(model[1].num_batches_tracked) == 0
 
 
 class Writing(nn.Module):

@@ -1,0 +1,95 @@
+"""Statistics of BatchNorm where a batch is divided over replicas: those of a replica, as under DDP, or those of all of them.
+
+With a replica's own statistics, all replicas hold the running ones of the first, as DDP's broadcast of buffers has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.nn.functional import all_reduce
+
+from rlplace.model.torch_adapter import FakeTensor
+from rlplace.runtime.strategy.mesh import MeshPlace
+from rlplace.runtime.torch_adapter import BatchNorm, NormBase, broadcast_in_buckets
+
+_BUCKET_BYTES = 1 << 26
+
+
+class BatchStatistics(BatchNorm):
+    """SyncBatchNorm over the replicas of a stage; on processors, too, for which torch has none and DDP refuses it.
+
+    Attributes:
+        process_group: The processes of the replicas; None: this one alone.
+    """
+
+    process_group: Any
+    _check_input_dim = nn.SyncBatchNorm._check_input_dim
+    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalizes values [samples, channels, ...] by the mean and variance of all replicas' samples."""
+        if not self.training or self.process_group is None or isinstance(input, FakeTensor):
+            return super().forward(input)
+        return self._on_processors(input) if input.device.type == "cpu" else nn.SyncBatchNorm.forward(self, input)
+
+    def _on_processors(self, input: torch.Tensor) -> torch.Tensor:
+        """Computes the two moments one after the other: a difference of sums would lose digits."""
+        self._check_input_dim(input)
+        axes, shape = [0, *range(2, input.dim())], [1, -1, *[1] * (input.dim() - 2)]
+        values = input if input.dtype == torch.float64 else input.float()
+        count = values.new_full((1,), values.numel() / values.shape[1])
+        sums = all_reduce(torch.cat([values.sum(axes), count]), group=self.process_group)
+        count = sums[-1].detach()
+        mean = sums[:-1] / count
+        centered = values - mean.view(shape)
+        variance = all_reduce(centered.square().sum(axes), group=self.process_group) / count
+        if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
+            self._track(mean.detach(), variance.detach() * (count / (count - 1)))
+        normalized = centered * torch.rsqrt(variance + self.eps).view(shape)
+        if self.affine:
+            normalized = normalized * self.weight.view(shape) + self.bias.view(shape)
+        return normalized.to(input.dtype)
+
+    @torch.no_grad()
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean), factor)
+        self.running_var.lerp_(variance.to(self.running_var), factor)
+
+
+def join_statistics(model: nn.Module, place: MeshPlace, *, everywhere: bool) -> None:
+    """Makes norms of a stage compute their statistics over its replicas; modules stay the same objects.
+
+    Args:
+        model: The modules of the stage that this process runs.
+        place: Coordinates of this process.
+        everywhere: Whether all BatchNorms do, or only those that are SyncBatchNorms of all processes.
+    """
+    group = None if place.data_degree == 1 else place.mesh["replicate", "shard"]._flatten().get_group()
+    for module in model.modules():
+        synced = isinstance(module, nn.SyncBatchNorm) and module.process_group is None
+        if synced or (everywhere and isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)):
+            module.__class__ = BatchStatistics
+            vars(module)["process_group"] = group
+
+
+def statistics_of(roots: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Returns the running statistics of torch's norms."""
+    norms = (module for root in roots for module in root.modules() if isinstance(module, NormBase))
+    return [buffer for module in norms for buffer in module.buffers(recurse=False)]
+
+
+@torch.no_grad()
+def take_from_first_replica(statistics: list[torch.Tensor], place: MeshPlace) -> None:
+    """Gives all replicas of a stage the running statistics of the first; all of them call it."""
+    for axis in ("shard", "replicate"):
+        if statistics and place.mesh[axis].size() > 1:
+            group: dist.ProcessGroup = place.mesh[axis].get_group()
+            broadcast_in_buckets(group, statistics, _BUCKET_BYTES, src=0)

@@ -31,12 +31,12 @@ from benchmarks.groups import run_jobs
 from benchmarks.harness import Row, apart, arguments, one_thread, write_rows
 from benchmarks.types import BATCH, CLOSE, CLUSTER, LIMIT_S, LONG, ROWS, read, reason, step, without_dropout
 from rlplace.api import plan_model
+from rlplace.captured import CapturedModel
 from rlplace.cluster.parse import parse
 from rlplace.errors import RlplaceError
 from rlplace.model.capture.capture import capture
 from rlplace.model.graph.opgraph import OpGraph
 from rlplace.model.zoo import LoadedModel, load_model
-from rlplace.planned import CapturedModel
 from rlplace.runtime.strategy.facts import facts_of
 
 WAYS = {"shares": "pipeline=1 shard=2 sharding=3", "stages": "pipeline=2 replicate=1 shard=1 tensor=1"}

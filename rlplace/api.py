@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from rlplace.captured import CapturedModel
 from rlplace.errors import InputError, unknown_name, whole_number
 from rlplace.model.capture.inputs import at_batch, resize_batch
 from rlplace.placement import OF_STRATEGIES, get_planner, planner_options
 from rlplace.placement.ask import Placed, Priced, place_priced
 from rlplace.plan.plan import PlacementPlan
-from rlplace.planned import CapturedModel
 from rlplace.problem import Problem
 from rlplace.records import plain
 

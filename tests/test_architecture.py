@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = """
 errors limits text memoized stats interrupts budget
 files records plugins
+lines
 compiled
 cluster
 problem
@@ -38,6 +39,7 @@ runtime.torch_adapter
 runtime.base
 runtime.state
 runtime.strategy runtime.placement
+captured
 planned
 runtime.job runtime
 measure

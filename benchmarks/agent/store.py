@@ -14,7 +14,8 @@ from msgspec.structs import asdict
 
 from benchmarks.agent.records import BenchmarkRow, CaseInfo, Method
 from rlplace.errors import InputError, show
-from rlplace.explanation.compare.store import RowFile
+from rlplace.files import check_output
+from rlplace.lines import LineFile
 from rlplace.placement.ask import INFEASIBLE, OK
 from rlplace.records import build
 
@@ -45,11 +46,13 @@ class Store:
         self.cases: dict[str, CaseInfo] = {}
         self.methods: dict[str, Method] = {}
         self.rows: dict[tuple[str, str, str, int], BenchmarkRow] = {}
-        self._file = None if path is None else RowFile(Path(path), FORMAT, VERSION, tuple(KINDS))
+        self._file = None if path is None else LineFile(path, FORMAT, VERSION)
+        if self._file is not None:
+            check_output(self._file.path)
         if self._file is not None and (report or self._file.path.exists()):
             self._take(self._file, check=not report)
         elif self._file is not None:
-            self._file.begin(self.settings)
+            self._file.begin(settings=self.settings)
 
     def add(self, record: CaseInfo | Method | BenchmarkRow) -> None:
         """Adds a finished row (one that failed before gives way), a method or a case.
@@ -66,7 +69,7 @@ class Store:
                 self._check(before, record)
                 return
         if self._file is not None:
-            self._file.append(next(kind for kind, own in KINDS.items() if type(record) is own), asdict(record))
+            self._file.append({next(kind for kind, own in KINDS.items() if type(record) is own): asdict(record)})
 
     def done(self, key: tuple[str, str, str, int]) -> bool:
         """Says whether a row is there and did not fail."""
@@ -80,8 +83,8 @@ class Store:
                     f"{str(getattr(before, key))[:40]}, now {str(getattr(now, key))[:40]}; use another --out"
                 )
 
-    def _take(self, file: RowFile, *, check: bool) -> None:
-        settings, entries = file.read(repair=check)
+    def _take(self, file: LineFile, *, check: bool) -> None:
+        settings, entries = file.records(tuple(KINDS), repair=check)
         known = settings if isinstance(settings, dict) else {}
         if check and known != self.settings:
             keys = [key for key in {**known, **self.settings} if known.get(key) != self.settings.get(key)]

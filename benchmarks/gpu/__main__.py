@@ -66,8 +66,8 @@ def kernel_jobs(device: torch.device, rounds: int) -> Iterator[Job]:
 
 
 def op_jobs(device: torch.device, folder: Path) -> Iterator[Job]:
+    from rlplace.captured import Recipe
     from rlplace.measure.ops import load_and_measure
-    from rlplace.planned import Recipe
 
     for dtype in ("bf16", "fp32") if device.type == "cuda" else ("fp32",):
         for name, model in FIT.items():

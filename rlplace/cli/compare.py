@@ -30,10 +30,10 @@ from rlplace.files import canonical_json
 from rlplace.text import ms, percent
 
 if TYPE_CHECKING:
+    from rlplace.captured import CapturedModel
     from rlplace.cluster.parse import Cluster
     from rlplace.explanation.compare import Case, Comparison, ComparisonRow, ProblemInfo, Summary
     from rlplace.explanation.compare.run import Report
-    from rlplace.planned import CapturedModel
     from rlplace.strategy.search.tries import SearchProblem
 
 

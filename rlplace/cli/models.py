@@ -19,11 +19,11 @@ from rlplace.records import plain
 if TYPE_CHECKING:
     from torch import nn
 
+    from rlplace.captured import CapturedModel, Recipe
     from rlplace.cluster.parse import Cluster
     from rlplace.cost.table import CostTable
     from rlplace.model.graph.opgraph import OpGraph
     from rlplace.placement.ask import Priced
-    from rlplace.planned import CapturedModel, Recipe
 
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ def load_problem(path: str, options: ModelOptions) -> Priced:
 
 def capture_model(model: str, options: ModelOptions, samples: int) -> CapturedModel:
     """Builds a model and captures its training step for a number of samples; see `rlplace.cli.capture_cache`."""
-    from rlplace.planned import CapturedModel
+    from rlplace.captured import CapturedModel
 
     recipe = recipe_of(model, options, samples)
 
@@ -144,7 +144,7 @@ def capture_model(model: str, options: ModelOptions, samples: int) -> CapturedMo
 
 def recipe_of(model: str, options: ModelOptions, samples: int) -> Recipe:
     """Returns the arguments of a capture that the options say."""
-    from rlplace.planned import Recipe
+    from rlplace.captured import Recipe
 
     named = ("seq", "dtype", "optimizer", "autocast", "master_weights")
     return Recipe(model, samples, **{name: getattr(options, name) for name in named})

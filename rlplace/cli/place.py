@@ -34,10 +34,10 @@ from rlplace.plan.strategy import uniform_words
 from rlplace.text import gb, ms
 
 if TYPE_CHECKING:
+    from rlplace.captured import CapturedModel
     from rlplace.cluster import Cluster
     from rlplace.cost.footprint import Footprint
     from rlplace.placement.ask import Placed
-    from rlplace.planned import CapturedModel
     from rlplace.strategy.search.tries import SearchProblem
 
 

@@ -6,19 +6,17 @@ current run, which is known. Files of others can be read together; `shared` leav
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from rlplace.errors import InputError
-from rlplace.files import read_text
 from rlplace.limits import DEVICES
+from rlplace.lines import LineFile
 from rlplace.records import Record, build, plain
 
 FORMAT, VERSION = "rlplace.runs", 1
@@ -103,12 +101,13 @@ class RunLog:
         Raises:
             InputError: The file is no log.
         """
-        self._path = None if path is None else Path(path)
+        self._file = None if path is None else LineFile(path, FORMAT, VERSION)
         self._begun = False
         self.runs: list[Run] = []
-        if self._path is not None and self._path.exists():
+        if self._file is not None and self._file.path.exists():
             cut = Ended(status="crashed", reason="the session ended while it ran")
-            self.runs = [_after(run, cut) if run.status == "running" else run for run in read_runs(self._path)]
+            self._begun, runs = _read(self._file, repair=True)
+            self.runs = [_after(run, cut) if run.status == "running" else run for run in runs]
 
     def begin(self, run: Run) -> int:
         """Writes a run that begins, and returns its number."""
@@ -123,37 +122,12 @@ class RunLog:
         return self.runs[number]
 
     def _write(self, entry: Mapping[str, Any]) -> None:
-        if self._path is None:
+        if self._file is None:
             return
-        with self._path.open("a+", encoding="utf-8", newline="") as file:
-            if not self._begun:
-                _begin(file)
-                self._begun = True
-            file.write(json.dumps(entry) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _begin(file: TextIO) -> None:
-    """Prepares a file for a line: a half-written one is removed, an empty file gets its header."""
-    file.seek(0)
-    text = file.read()
-    last = text[text.rfind("\n") + 1 :]
-    if last and _is_json(last):
-        file.write("\n")
-    elif last:
-        text = text.removesuffix(last)
-        file.truncate(len(text.encode()))
-    if not text:
-        file.write(json.dumps({"format": FORMAT, "version": VERSION}) + "\n")
-
-
-def _is_json(line: str) -> bool:
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
+        if not self._begun:
+            self._file.begin()
+            self._begun = True
+        self._file.append(entry)
 
 
 def read_runs(path: str | Path) -> list[Run]:
@@ -162,27 +136,22 @@ def read_runs(path: str | Path) -> list[Run]:
     Raises:
         InputError: Says which line is wrong, and how.
     """
-    lines = read_text(path).splitlines()
+    return _read(LineFile(path, FORMAT, VERSION), repair=False)[1]
+
+
+def _read(file: LineFile, *, repair: bool) -> tuple[bool, list[Run]]:
+    """Returns whether a log has its header, and its runs."""
+    header, entries = file.read(repair=repair)
     runs: list[Run] = []
-    for number, line in enumerate(lines, 1):
-        where = f"{path}: line {number}"
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            if number == len(lines):  # it was being written
-                break
-            raise InputError(f"{where} is no JSON; it must be a line of a log of runs") from None
-        if number == 1:
-            if not isinstance(entry, dict) or (entry.get("format"), entry.get("version")) != (FORMAT, VERSION):
-                raise InputError(f"{where} is not the header of {FORMAT}, version {VERSION}")
-        elif isinstance(entry, dict) and entry.keys() == {"begin", "run"}:
+    for entry, where in entries:
+        if isinstance(entry, dict) and entry.keys() == {"begin", "run"}:
             runs.append(build(Run, entry["run"], where, whole_floats=True))
         elif isinstance(entry, dict) and entry.keys() == {"end", "ended"} and entry["end"] in range(len(runs)):
             ended = build(Ended, entry["ended"], where, whole_floats=True)
             runs[entry["end"]] = _after(runs[entry["end"]], ended)
         else:
             raise InputError(f"{where} is neither the begin nor the end of a run")
-    return runs
+    return header is not None, runs
 
 
 def _after(run: Run, ended: Ended) -> Run:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from rlplace.captured import Recipe
 from rlplace.cost.calls import op_directions, op_launches
 from rlplace.cost.compute import op_dims_of, target_names
 from rlplace.cost.curve import DIRECTIONS
@@ -32,7 +33,6 @@ from rlplace.measure.walk import Marks, StepWalk, make_optimizer, trainable
 from rlplace.model.graph.opgraph import UPDATE, OpGraph
 from rlplace.model.torch_adapter import pytree
 from rlplace.model.zoo import LoadedModel
-from rlplace.planned import Recipe
 from rlplace.records import plain
 from rlplace.runtime.base.environment import (
     PeakMemory,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import rlplace
+from rlplace.captured import Recipe
 from rlplace.cli.main import main
 from rlplace.cost.timings import Measurement
 from rlplace.envs import MeasuredBackend, RefinementEnv
@@ -14,7 +15,6 @@ from rlplace.errors import CaptureError, InputError, MissingError
 from rlplace.measure.ops import describe_ops, load_and_measure, measure_model
 from rlplace.measure.walk import Marks, StepWalk
 from rlplace.model.zoo.load import LoadedModel, load_model
-from rlplace.planned import Recipe
 from rlplace.records import plain
 from rlplace.runtime.base.environment import own_device, time_run
 

@@ -66,8 +66,8 @@ def test_a_file_that_was_only_made_gets_its_header(tmp_path):
         ('{"begin": 0, "run": {"question": "q"}}', "site"),
         ('{"end": 7, "ended": {"status": "done"}}', "neither"),
         ('{"begin": 1}', "neither"),
-        ("[" * 5000, "no JSON"),
-        ("nonsense", "no JSON"),
+        ("[" * 5000, "nested too deeply"),
+        ("nonsense", "not valid JSON"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, line, word):

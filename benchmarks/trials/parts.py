@@ -49,12 +49,8 @@ class Attention(nn.Module):
 
     def __init__(self, heads: int = 4, width: int = WIDTH) -> None:
         super().__init__()
-        self.heads, self.norm, self.qkv, self.out = (
-            heads,
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
+        self.heads, self.norm, self.qkv = heads, nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)

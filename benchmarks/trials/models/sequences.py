@@ -77,15 +77,10 @@ class _Scan(nn.Module):
     def __init__(self, width: int = 32, states: int = 4) -> None:
         super().__init__()
         self.norm, self.inside, self.out = nn.RMSNorm(width), nn.Linear(width, 2 * width), nn.Linear(width, width)
-        self.conv, self.bc, self.dt = (
-            nn.Conv1d(width, width, 3, groups=width, padding=2),
-            nn.Linear(width, 2 * states),
-            nn.Linear(width, width),
-        )
-        self.a_log, self.skip = (
-            nn.Parameter(torch.arange(1.0, states + 1).log().repeat(width, 1)),
-            nn.Parameter(torch.ones(width)),
-        )
+        self.conv, self.bc = nn.Conv1d(width, width, 3, groups=width, padding=2), nn.Linear(width, 2 * states)
+        self.dt = nn.Linear(width, width)
+        self.a_log = nn.Parameter(torch.arange(1.0, states + 1).log().repeat(width, 1))
+        self.skip = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         u, gate = self.inside(self.norm(x)).chunk(2, -1)

@@ -64,11 +64,8 @@ class _Balanced(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.experts, self.head = (
-            nn.Linear(8, 4),
-            nn.ModuleList(perceptron(8, 16, 8) for _ in range(4)),
-            nn.Linear(8, 1),
-        )
+        self.gate, self.experts = nn.Linear(8, 4), nn.ModuleList(perceptron(8, 16, 8) for _ in range(4))
+        self.head = nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
         p = self.gate(x).softmax(-1)

@@ -70,11 +70,8 @@ class _Loose(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.start, self.scale, self.unused = (
-            nn.Parameter(torch.zeros(1, 16)),
-            nn.Parameter(torch.tensor(1.5)),
-            nn.Parameter(torch.ones(3)),
-        )
+        self.start, self.scale = nn.Parameter(torch.zeros(1, 16)), nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.ones(3))
         self.blocks, self.head, self.ramp = nn.ModuleList(Feed(width=16) for _ in range(3)), nn.Linear(16, 2), None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -126,12 +123,8 @@ class _Returns(nn.Module):
 
     def __init__(self, form: str) -> None:
         super().__init__()
-        self.form, self.stem, self.blocks, self.head = (
-            form,
-            nn.Linear(8, 16),
-            nn.ModuleList(Feed(width=16) for _ in range(2)),
-            nn.Linear(16, 4),
-        )
+        self.form, self.stem = form, nn.Linear(8, 16)
+        self.blocks, self.head = nn.ModuleList(Feed(width=16) for _ in range(2)), nn.Linear(16, 4)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
         x = self.stem(x)
@@ -177,12 +170,8 @@ class _Options(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right, self.blocks, self.head = (
-            nn.Linear(6, 16),
-            nn.Linear(4, 16),
-            nn.ModuleList(Feed(width=16) for _ in range(2)),
-            nn.Linear(16, 1),
-        )
+        self.left, self.right = nn.Linear(6, 16), nn.Linear(4, 16)
+        self.blocks, self.head = nn.ModuleList(Feed(width=16) for _ in range(2)), nn.Linear(16, 1)
 
     def forward(
         self, parts: dict[str, torch.Tensor], power: int, rate: float, mask: torch.Tensor | None = None, square: bool = True

@@ -94,11 +94,8 @@ def one_block_called_thrice(batch: int = 8) -> Made:
 class _Lora(nn.Module):
     def __init__(self, inside: int, outside: int) -> None:
         super().__init__()
-        self.base, self.a, self.b = (
-            nn.Linear(inside, outside),
-            nn.Parameter(torch.randn(4, inside) / 8),
-            nn.Parameter(torch.zeros(outside, 4)),
-        )
+        self.base, self.a = nn.Linear(inside, outside), nn.Parameter(torch.randn(4, inside) / 8)
+        self.b = nn.Parameter(torch.zeros(outside, 4))
         self.base.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,10 +115,8 @@ class _Padded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
-        self.token, self.encoder = (
-            nn.Embedding(VOCABULARY, WIDTH, padding_idx=0),
-            nn.TransformerEncoder(layer, 3, enable_nested_tensor=False),
-        )
+        self.token = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
         self.first, self.position = nn.Parameter(torch.randn(1, 1, WIDTH)), nn.Parameter(torch.randn(1, 13, WIDTH))
         self.head = nn.Linear(WIDTH, 5)
 

@@ -101,10 +101,8 @@ class _Patches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patch, self.mix = (
-            nn.Conv2d(3, 32, 4, 4),
-            nn.ParameterList(nn.Parameter(torch.eye(16) + torch.randn(16, 16) / 8) for _ in range(2)),
-        )
+        self.patch = nn.Conv2d(3, 32, 4, 4)
+        self.mix = nn.ParameterList(nn.Parameter(torch.eye(16) + torch.randn(16, 16) / 8) for _ in range(2))
         self.feeds, self.head = nn.ModuleList(Feed() for _ in range(2)), nn.Linear(32, 10)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:

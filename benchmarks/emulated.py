@@ -13,6 +13,7 @@ them on a processor: `fully_shard` gathers the next block's parameters and reduc
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -30,7 +31,7 @@ import numpy as np
 from benchmarks.harness import Row, add_row, arguments, markdown, read_rows
 from rlplace.cluster.presets import cpu_kind
 from rlplace.cost.timings import rank_correlation
-from rlplace.errors import InputError
+from rlplace.errors import InputError, RlplaceError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.schedule import SCHEDULES, V
 from rlplace.strategy.drafts import Draft, Mesh, plain_draft
@@ -39,11 +40,14 @@ from tools.hosts.spec import parse_rate
 
 HOSTS, BATCH, SEQ, STEPS = 4, 16, 16, 3
 _LLAMA = "hidden_size=256,intermediate_size=768,num_attention_heads=8,num_key_value_heads=8,num_hidden_layers=8,vocab_size=512"
+_SMALL = "hidden_size=256,num_hidden_layers=8,num_attention_heads=8,vocab_size=512"
 MODELS = {
     "llama": f"hf:llama,{_LLAMA}",
     "gpt2": "hf:gpt2,n_layer=8,n_embd=256,n_head=8,vocab_size=512,n_positions=64,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
     "bert": "hf:bert,num_hidden_layers=8,hidden_size=256,intermediate_size=1024,num_attention_heads=8,vocab_size=512,"
     "hidden_dropout_prob=0,attention_probs_dropout_prob=0",
+    "opt": f"hf:opt,{_SMALL},ffn_dim=1024,word_embed_proj_dim=256,max_position_embeddings=64,dropout=0,attention_dropout=0",
+    "qwen2": f"hf:qwen2,{_SMALL},intermediate_size=768,num_key_value_heads=4",
 }  # fmt: skip
 RATES = ("1gbit", "200mbit", "50mbit")
 FLOPS, BYTES_PER_S = 3e9, 1e9
@@ -52,9 +56,9 @@ ROWS = Path(__file__).with_suffix(".jsonl")
 LIMIT_S = 900
 
 
-def drafts(forward_s: Sequence[float], hosts: int = HOSTS) -> Iterator[tuple[str, Draft]]:
+def drafts(forward_s: Sequence[float]) -> Iterator[tuple[str, Draft]]:
     """Strategies of every kind on the hosts; stages are cut where the forward has done its share."""
-    blocks, every = len(forward_s), tuple(range(hosts))
+    blocks, every = len(forward_s), tuple(range(HOSTS))
     done = np.cumsum(forward_s) / sum(forward_s)
 
     def bounds(stages: int) -> tuple[int, ...]:
@@ -70,17 +74,15 @@ def drafts(forward_s: Sequence[float], hosts: int = HOSTS) -> Iterator[tuple[str
 
     for passes in (1, 4):
         yield flat("one device", passes)
-        yield flat("replicate", passes, replicate=hosts)
+        yield flat("replicate", passes, replicate=HOSTS)
         for level in (1, 2, 3):
-            yield flat(f"shard {level}", passes, shard=hosts, sharding=level)
-        yield flat("tensor", passes, tensor=hosts)
-        if hosts < 4:
-            continue
+            yield flat(f"shard {level}", passes, shard=HOSTS, sharding=level)
+        yield flat("tensor", passes, tensor=HOSTS)
         yield flat("hybrid 3", passes, replicate=2, shard=2, sharding=3)
         yield flat("tensor + replicate", passes, tensor=2, replicate=2)
         yield flat("tensor + shard", passes, tensor=2, shard=2, sharding=3)
         yield flat("two devices", passes, replicate=2)
-    for mesh in ({"replicate": hosts}, {"shard": hosts, "sharding": 3}, {"tensor": hosts}):
+    for mesh in ({"replicate": HOSTS}, {"shard": HOSTS, "sharding": 3}, {"tensor": HOSTS}):
         yield flat(next(iter(mesh)), 1, 2, **mesh)
     wide = {"replicate": {"replicate": 2}, "shard": {"shard": 2, "sharding": 1}, "tensor": {"tensor": 2}}
     for schedule, chunks in (
@@ -88,10 +90,7 @@ def drafts(forward_s: Sequence[float], hosts: int = HOSTS) -> Iterator[tuple[str
     ):  # fmt: skip
         for places, passes, name, mesh in (
             (4, 4, "", {}), (4, 8, "", {}), (2, 4, "", {}), *((2, 4, f" + {axis}", sizes) for axis, sizes in wide.items()),
-            (2, 8, "", {}),
         ):  # fmt: skip
-            if (places == 4 or name) if hosts < 4 else (places, passes) == (2, 8):
-                continue
             if name and schedule not in ("1f1b", "zbv"):
                 continue
             width = int(np.prod([size for axis, size in mesh.items() if axis != "sharding"]))
@@ -106,7 +105,7 @@ def drafts(forward_s: Sequence[float], hosts: int = HOSTS) -> Iterator[tuple[str
 
 
 @cache
-def captured(model: str, seq: int = SEQ) -> tuple[Any, ...]:
+def captured(model: str) -> tuple[Any, ...]:
     """Returns a model at two batch sizes, and what of it the runtime runs."""
     import rlplace
     from rlplace.model.zoo import load_model
@@ -115,8 +114,8 @@ def captured(model: str, seq: int = SEQ) -> tuple[Any, ...]:
 
     graphs = []
     for batch in (BATCH, BATCH // 4):
-        loaded = load_model(MODELS[model], batch=batch, seq=seq)
-        source = {"model": MODELS[model], "batch": batch, "seq": seq, "dtype": "fp32", "optimizer": "adam"}
+        loaded = load_model(MODELS[model], batch=batch, seq=SEQ)
+        source = {"model": MODELS[model], "batch": batch, "seq": SEQ, "dtype": "fp32", "optimizer": "adam"}
         graphs.append(rlplace.capture(loaded.module, loaded.example_inputs, loss=loaded.loss, source=source))
     return (*graphs, *judge(facts_of(loaded.module, loaded.example_inputs)))
 
@@ -156,7 +155,7 @@ def cells(model: str, rate: str) -> list[Row]:
             continue
         sleeps = [_sleeps(costs, draft, stage) for stage in range(draft.stages)]
         row = {"model": model, "rate": rate, "name": name, "predicted_s": op_level_s}
-        asked_for.append({**row, "strategy": strategy.to_dict(), "sleeps": sleeps})
+        asked_for.append({**row, "steps": STEPS, "strategy": strategy.to_dict(), "sleeps": sleeps})
     return asked_for
 
 
@@ -282,7 +281,7 @@ def run(cell: dict[str, Any]) -> list[float]:
     optimizer.step = slow_update
     CHUNKS.update(sleeper=sleeper, weights=weights)
     seconds = []
-    for step in range(STEPS + 1):
+    for step in range(cell["steps"] + 1):
         sleeper.on, sleeper.owed_s = True, 0.0
         dist.barrier()
         activity.record(torch.device("cpu"))
@@ -341,53 +340,87 @@ def as_a_gpu() -> None:
     PipelineStage.backward_one_chunk, PipelineStage.backward_weight_one_chunk = backward, weights
 
 
-def worker(path: str) -> None:
-    """Runs all cells of a file in this process, one after the other."""
+def worker(folder: str) -> None:
+    """Runs, in one process, strategies as their files appear."""
     import torch
     import torch.distributed as dist
 
-    from rlplace.runtime.base.ranks import start_group
+    from rlplace.runtime.base.ranks import gather_objects, start_group
 
     torch.set_num_threads(1)
     start_group("gloo", LIMIT_S)
     as_a_gpu()
-    for cell in json.loads(Path(path).read_text()):
-        rank = dist.get_rank()
-        CHUNKS["stages"] = [n for n, stage in enumerate(cell["strategy"]["stages"]) if rank in stage["devices"]]
-        seconds = run(cell)
+    rank, number = dist.get_rank(), 0
+    while True:
+        path = Path(folder, f"{number}.json")
+        if not path.exists():
+            time.sleep(0.02)
+            continue
+        cell = json.loads(path.read_text())
+        stages, factor = cell["strategy"]["stages"], cell.get("factors", [1.0] * HOSTS)[rank]
+        for sleeps in cell["sleeps"]:
+            sleeps["blocks"] = {name: [factor * s for s in seconds] for name, seconds in sleeps["blocks"].items()}
+            sleeps["update_s"] *= factor
+        CHUNKS["stages"] = [index for index, stage in enumerate(stages) if rank in stage["devices"]]
+        seconds, said = run(cell), gather_objects(CHUNKS["spent_s"])
+        busy_s = [max(one.get(f"stage {n}", 0.0) for one in said) for n in range(len(stages))] if len(stages) > 1 else []
         if rank == 0:
-            print(json.dumps({"name": cell["name"], "step_s": seconds}), flush=True)
-    dist.destroy_process_group()
+            print(json.dumps({"step_s": seconds, "stage_busy_s": busy_s}), flush=True)
+        number += 1
 
 
-def on_hosts(spec: HostsSpec, words: Sequence[str], cells: Sequence[Row] = (), limit_s: float = 4 * LIMIT_S) -> list[Row]:
-    """Runs a worker on emulated hosts; what its first rank says in JSON, before it fails, too.
+class Lab:
+    """Emulated hosts whose processes run one strategy after the other; after one that failed the next ones start anew."""
 
-    Args:
-        spec: The hosts.
-        words: Module, and its arguments; the path of a file of the cells follows where there are any.
-        cells: What the worker runs.
-        limit_s: Time of all.
-    """
-    said: list[Row] = []
+    def __init__(self, spec: HostsSpec, limit_s: float = LIMIT_S) -> None:
+        self._spec, self._limit_s = spec, limit_s
+        self._stack, self._count, self._ending = contextlib.ExitStack(), 0, False
+        self._job: Any = None
+        self._said: list[Row] = []
 
-    def hear(rank: int, host: int, stream: int, line: str) -> None:
-        if stream == 1 and rank == 0 and line.startswith("{"):
-            said.append(json.loads(line))
-        elif stream == 2:
+    def __call__(self, cell: Row) -> Row:
+        """Runs a strategy: seconds of its steps, and of each stage.
+
+        Raises:
+            RlplaceError: It failed, or took too long.
+        """
+        if self._job is None:
+            self._start()
+        self._said.clear()
+        target = self._folder / f"{self._count}.json"
+        target.with_suffix(".part").write_text(json.dumps(cell))
+        target.with_suffix(".part").rename(target)
+        self._count += 1
+        end = time.monotonic() + self._limit_s
+        try:
+            while not self._said:
+                self._job.check()
+                if time.monotonic() > end:
+                    raise RlplaceError(f"it took more than {self._limit_s:g} s")
+                time.sleep(0.05)
+        except RlplaceError:
+            self.close()
+            raise
+        return self._said[0]
+
+    def _start(self) -> None:
+        self._count, self._ending = 0, False
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        hosts = self._stack.enter_context(emulated_hosts(self._spec))
+        command = [sys.executable, "-m", "benchmarks.emulated", "--worker", str(self._folder)]
+        self._job = self._stack.enter_context(launch(hosts, command, env={"OMP_NUM_THREADS": "1"}, sink=self._hear))
+
+    def _hear(self, rank: int, host: int, stream: int, line: str) -> None:
+        if stream == 1 and line.startswith("{"):
+            self._said.append(json.loads(line))
+        elif stream == 2 and "Error" in line and not self._ending:
             print(f"[{rank}] {line}", file=sys.stderr)
 
-    with tempfile.TemporaryDirectory() as folder, emulated_hosts(spec) as hosts:
-        path = Path(folder) / "cells.json"
-        path.write_text(json.dumps(cells))
-        command = [sys.executable, "-m", *words, *([str(path)] if cells else [])]
-        with launch(hosts, command, env={"OMP_NUM_THREADS": "1"}, sink=hear) as job:
-            try:
-                job.wait(limit_s)
-                job.check()
-            except Exception as error:
-                print(error, file=sys.stderr)
-    return said
+    def close(self) -> None:
+        """Ends the processes and removes the hosts."""
+        self._ending = True  # what ranks say when others end first
+        self._stack.close()
+        self._job = None
 
 
 def width(cell: Row) -> int:
@@ -396,19 +429,16 @@ def width(cell: Row) -> int:
 
 
 def measure(left: list[Row], rate: str) -> None:
-    """Runs cells on the hosts and adds their rows; where one fails, the others go on in another launch."""
-    while left:
-        batch = [cell for cell in left if width(cell) == width(left[0])]
-        spec = HostsSpec(width(left[0]), parse_rate(rate))
-        done = {told["name"]: told["step_s"] for told in on_hosts(spec, ["benchmarks.emulated", "--worker"], batch)}
-        for cell in batch:
-            if cell["name"] in done:
+    """Runs cells on as many hosts as they need, and adds their rows."""
+    for count in sorted({width(cell) for cell in left}, reverse=True):
+        lab = Lab(HostsSpec(count, parse_rate(rate)))
+        for cell in (cell for cell in left if width(cell) == count):
+            try:
                 row = {key: cell[key] for key in ("model", "rate", "name", "predicted_s")}
-                add_row(ROWS, {**row, "step_s": done[cell["name"]]})
-        failed = next((cell["name"] for cell in batch if cell["name"] not in done), None)
-        if failed is not None:
-            print(f"left out: {batch[0]['model']} {rate} {failed}", file=sys.stderr)
-        left = [cell for cell in left if cell["name"] not in (*done, failed)]
+                add_row(ROWS, {**row, "step_s": lab(cell)["step_s"]})
+            except RlplaceError as error:
+                print(f"left out: {cell['model']} {rate} {cell['name']}: {error}", file=sys.stderr)
+        lab.close()
 
 
 def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> list[str]:
@@ -438,7 +468,7 @@ def table() -> str:
 if __name__ == "__main__":
     options = arguments(
         __doc__,
-        models=(tuple(MODELS), "names", MODELS),
+        models=(("llama", "gpt2", "bert"), "names", MODELS),
         rates=(tuple(RATES), "of the links"),
         table="only the table",
         worker=("", "used inside"),

@@ -15,11 +15,7 @@ run over the least of the cell.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import sys
-import tempfile
-import time
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import product
@@ -29,10 +25,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks import emulated
-from benchmarks.emulated import BATCH, BYTES_PER_S, FLOPS, HOSTS, _sleeps, as_a_gpu, captured
+from benchmarks.emulated import BATCH, BYTES_PER_S, FLOPS, HOSTS, MODELS, Lab, _sleeps, captured
 from benchmarks.harness import add_row, arguments, markdown, missing, read_rows
 from rlplace.cluster.presets import cpu_kind
+from rlplace.errors import RlplaceError
 from rlplace.measure.log import Ended
 from rlplace.measure.session import Session
 from rlplace.plan.plan import PlacementPlan
@@ -40,18 +36,11 @@ from rlplace.strategy.drafts import Draft, draft_of_strategy, kind_of
 from rlplace.strategy.search.plan import ask, prediction
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.tries import SearchProblem
-from tools.hosts import HostsSpec, cluster_of, emulated_hosts, launch
+from tools.hosts import HostsSpec, cluster_of
 
 ROWS = Path(__file__).with_suffix(".rows.jsonl")
 RULES = ("improvement", "calibrate", "list")
 RUNS, STEPS, LIMIT_S, RATE = 5, 2, 180.0, 200e6
-
-_SMALL = "hidden_size=256,num_hidden_layers=8,num_attention_heads=8,vocab_size=512"
-emulated.MODELS.update(
-    opt=f"hf:opt,{_SMALL},ffn_dim=1024,word_embed_proj_dim=256,max_position_embeddings=64,dropout=0,attention_dropout=0",
-    qwen2=f"hf:qwen2,{_SMALL},intermediate_size=768,num_key_value_heads=4",
-)
-MODELS = tuple(emulated.MODELS)
 
 
 @dataclass(frozen=True)
@@ -108,108 +97,37 @@ def question_of(model: str, wrong: Wrong) -> SearchProblem:
     return ask(first, machine, BATCH, other=other, why_not=refused, only=only)
 
 
-class Lab:
-    """The hosts of a cell, with processes that run one strategy after the other; what was measured is kept."""
+class Cell:
+    """Runs plans on the hosts of a cell; what was measured is kept."""
 
     def __init__(self, model: str, wrong: Wrong, question: SearchProblem) -> None:
         self.model, self.wrong, self.question = model, wrong, question
         self.known: dict[str, Ended] = {}
-        self._stack, self._count, self._ending = contextlib.ExitStack(), 0, False
-        self._job: Any = None
-        self._said: list[dict[str, Any]] = []
+        self.lab = Lab(HostsSpec(HOSTS, wrong.rates), LIMIT_S)
 
     def __call__(self, plan: PlacementPlan) -> Ended:
         """Runs a plan, or says what became of it before."""
         assert plan.strategy is not None
         key = json.dumps(plan.strategy.to_dict(), sort_keys=True)
         if key not in self.known:
-            self.known[key] = self._run(draft_of_strategy(plan.strategy, self.question.costs.names), plan)
+            draft = draft_of_strategy(plan.strategy, self.question.costs.names)
+            sleeps = [_sleeps(self.question.costs, draft, stage) for stage in range(draft.stages)]
+            cell = {"model": self.model, "steps": STEPS, "strategy": plan.strategy.to_dict(), "sleeps": sleeps}
+            try:
+                told = self.lab({**cell, "factors": self.wrong.factors})
+            except RlplaceError as error:
+                self.known[key] = Ended(status="crashed", reason=str(error).splitlines()[0][:300])
+            else:
+                pace_s = tuple(1e-3 * factor for factor in self.wrong.factors)
+                self.known[key] = Ended(
+                    "done", step_s=tuple(told["step_s"]), pace_s=pace_s, stage_busy_s=tuple(told["stage_busy_s"])
+                )
         return self.known[key]
 
-    def _run(self, draft: Draft, plan: PlacementPlan) -> Ended:
-        assert plan.strategy is not None
-        if self._job is None:
-            self._start()
-        sleeps = [_sleeps(self.question.costs, draft, stage) for stage in range(draft.stages)]
-        cell = {
-            "model": self.model, "name": "", "strategy": plan.strategy.to_dict(), "sleeps": sleeps,
-            "factors": self.wrong.factors,
-        }  # fmt: skip
-        self._said.clear()
-        target = self._folder / f"{self._count}.json"
-        target.with_suffix(".part").write_text(json.dumps(cell))
-        target.with_suffix(".part").rename(target)
-        self._count += 1
-        begin = time.monotonic()
-        while not self._said and time.monotonic() < begin + LIMIT_S:
-            try:
-                self._job.check()
-            except Exception as error:
-                self.close()
-                return Ended(status="crashed", reason=str(error).splitlines()[0][:300])
-            time.sleep(0.05)
-        if not self._said:
-            self.close()
-            return Ended(status="crashed", reason=f"it took more than {LIMIT_S:g} s")
-        told = self._said[0]
-        pace_s = tuple(1e-3 * factor for factor in self.wrong.factors)
-        return Ended("done", step_s=tuple(told["step_s"]), pace_s=pace_s, stage_busy_s=tuple(told["stage_busy_s"]))
 
-    def _start(self) -> None:
-        self._count, self._ending = 0, False
-        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
-        hosts = self._stack.enter_context(emulated_hosts(HostsSpec(HOSTS, self.wrong.rates)))
-        command = [sys.executable, "-m", "benchmarks.runs_emulated", "--worker", str(self._folder)]
-        self._job = self._stack.enter_context(launch(hosts, command, env={"OMP_NUM_THREADS": "1"}, sink=self._hear))
-
-    def _hear(self, rank: int, host: int, stream: int, line: str) -> None:
-        if stream == 1 and line.startswith("{"):
-            self._said.append(json.loads(line))
-        elif stream == 2 and "Error" in line and not self._ending:
-            print(f"[{rank}] {line}", file=sys.stderr)
-
-    def close(self) -> None:
-        """Ends the processes and removes the hosts."""
-        self._ending = True  # what ranks say when others end first
-        self._stack.close()
-        self._job = None
-
-
-def worker(folder: str) -> None:
-    """Runs, in one process, strategies as their files appear."""
-    import torch
-    import torch.distributed as dist
-
-    from rlplace.runtime.base.ranks import gather_objects, start_group
-
-    torch.set_num_threads(1)
-    emulated.STEPS = STEPS
-    start_group("gloo", int(LIMIT_S))
-    as_a_gpu()
-    rank, number = dist.get_rank(), 0
-    while True:
-        path = Path(folder, f"{number}.json")
-        if not path.exists():
-            time.sleep(0.02)
-            continue
-        cell = json.loads(path.read_text())
-        factor = cell["factors"][rank]
-        for sleeps in cell["sleeps"]:
-            sleeps["blocks"] = {name: [factor * s for s in seconds] for name, seconds in sleeps["blocks"].items()}
-            sleeps["update_s"] *= factor
-        stages = cell["strategy"]["stages"]
-        emulated.CHUNKS["stages"] = [index for index, stage in enumerate(stages) if rank in stage["devices"]]
-        seconds = emulated.run(cell)
-        said = gather_objects(emulated.CHUNKS["spent_s"])
-        busy_s = [max(one.get(f"stage {n}", 0.0) for one in said) for n in range(len(stages))] if len(stages) > 1 else []
-        if rank == 0:
-            print(json.dumps({"step_s": seconds, "stage_busy_s": busy_s}), flush=True)
-        number += 1
-
-
-def play(lab: Lab, plan: PlacementPlan, rule: str, seed: int) -> tuple[list[float], list[dict[str, Any]]]:
+def play(cell: Cell, plan: PlacementPlan, rule: str, seed: int) -> tuple[list[float], list[dict[str, Any]]]:
     """Returns step time of the quickest run after each, and what became of them."""
-    session = Session(lab.question, plan, lab, rule=rule, seed=seed)
+    session = Session(cell.question, plan, cell, rule=rule, seed=seed)
     best, said = [], []
     for number, (_, run) in enumerate(session.runs(RUNS)):
         done = [ran.step_s for ran in session.belief.observations if ran.step_s is not None]
@@ -237,17 +155,17 @@ def measure(options: argparse.Namespace) -> None:
             "0" * 64, "strategy", 0, np.zeros(0, dtype=np.int32), strategy=draft.strategy(question.costs.names),
             predicted=prediction(question.scores.evaluate(draft), BATCH, question.cluster),
         )  # fmt: skip
-        lab = Lab(model, wrong, question)
+        cell = Cell(model, wrong, question)
         try:
-            found = {rule: play(lab, plan, rule, seed) for rule in RULES}
+            found = {rule: play(cell, plan, rule, seed) for rule in RULES}
         finally:
-            lab.close()
-        medians = [float(np.median(ended.step_s)) for ended in lab.known.values() if ended.status == "done"]
+            cell.lab.close()
+        medians = [float(np.median(ended.step_s)) for ended in cell.known.values() if ended.status == "done"]
         least_s = min(medians)
         for rule, (best, said) in found.items():
             row = {"cluster": cluster, "model": model, "seed": seed, "rule": rule, "least_s": round(least_s, 4)}
             over = [round(value / least_s, 4) for value in best]
-            add_row(ROWS, {**row, "measured": len(lab.known), "over": over, "runs": said})
+            add_row(ROWS, {**row, "measured": len(cell.known), "over": over, "runs": said})
 
 
 def table() -> str:
@@ -268,14 +186,10 @@ if __name__ == "__main__":
     options = arguments(
         __doc__,
         clusters=(CLUSTERS, "how hosts differ", CLUSTERS),
-        models=(MODELS, "names", MODELS),
+        models=(tuple(MODELS), "names", MODELS),
         seeds=(3, "of every cell"),
         table="only the table",
-        worker=("", "used inside"),
     )
-    if options.worker:
-        worker(options.worker)
-    else:
-        if not options.table:
-            measure(options)
-        print(table())
+    if not options.table:
+        measure(options)
+    print(table())

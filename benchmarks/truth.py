@@ -61,14 +61,8 @@ def summary(name: str, found: Sequence[Said]) -> str:
     size = np.abs(off)
     return (
         f"{name:44s}{len(off):4d}{off.mean():+8.1f}{size.mean():8.1f}{np.median(size):8.1f}{np.quantile(size, 0.9):8.1f}"
-        f"{size.max():8.1f}   {_rests_on(found)}"
+        f"{size.max():8.1f}"
     )
-
-
-def _rests_on(found: Sequence[Said]) -> str:
-    bases = sorted({basis for said in found for basis in said.basis})
-    means = {basis: np.mean([said.basis.get(basis, 0.0) for said in found if said.basis]) for basis in bases}
-    return ", ".join(f"{basis} {100 * share:.0f} %" for basis, share in means.items() if share >= 0.005)
 
 
 def rule_of_thumb(rows: Iterable[Row]) -> Row:
@@ -103,7 +97,7 @@ def judge(found: Sequence[Said]) -> dict[str, Any]:
 
 def report(found: Sequence[Said], excluded: Sequence[Excluded], judged: Sequence[dict[str, Any]]) -> None:
     """Prints the tables."""
-    head = f"{'':44s}rows  signed    mean  median     p90   worst   rests on"
+    head = f"{'':44s}rows  signed    mean  median     p90   worst"
     print(f"\nErrors of step times in %, predicted over measured\n{head}")
     strict = [said for said in found if said.row.strict]
     for half in ("fit", "test"):

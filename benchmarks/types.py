@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 import rlplace
+from benchmarks import equality
 from benchmarks.harness import ROOT, Row, add_row, apart, arguments, one_thread, read_rows, replaced
 from rlplace.errors import MissingError, RlplaceError
 from rlplace.model.capture.capture import capture
@@ -182,12 +183,7 @@ def difference(found: Any, wanted: Any) -> float:
     if found[1].keys() != wanted[1].keys():
         raise AssertionError(f"gradients of {len(found[1])} parameters, not of {len(wanted[1])}")
     floor = 1e-6 * max(float(g.abs().max()) for g in wanted[1].values() if g.numel())
-    largest = abs(found[0] - wanted[0]) / max(abs(wanted[0]), 1e-6)
-    for name, gradient in wanted[1].items():
-        if gradient.numel():
-            most = max(float(gradient.abs().max()), floor)
-            largest = max(largest, float((found[1][name] - gradient).abs().max()) / most)
-    return largest
+    return max(abs(found[0] - wanted[0]) / max(abs(wanted[0]), 1e-6), equality.difference(found[1], wanted[1], floor))
 
 
 def look(kind: str, steps: int) -> Row:

@@ -10,48 +10,41 @@ are fair only on a quiet machine with one process a core.
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.agent.jobs import SETS, matrix, measure, pick, split, tell
 from benchmarks.agent.methods import RIVALS, chosen_methods
-from benchmarks.agent.store import Store
+from benchmarks.agent.records import Store
 from benchmarks.agent.tables import report
+from benchmarks.harness import arguments
 from rlplace.errors import RlplaceError
-
-
-def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.agent", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--out", required=True, help="file of rows, *.jsonl; where it exists, go on with it")
-    add("--set", default="test", choices=SETS)
-    add("--agents", default="default", help="checkpoints, one a training seed: NAME or LABEL=FOLDER, with commas; empty: none")
-    add("--ablation", action="append", default=[], metavar="LABEL=CHECKPOINT[,option=value...]",
-        help="an agent beside the product, with options of Agent.place; untrained=1: weights never trained")  # fmt: skip
-    add("--methods", default=",".join(RIVALS), help="classical searches, with commas; empty: none")
-    add("--tune", action="append", default=[], metavar="METHOD,option=value[,...]",
-        help="a classical search beside those, with options of its planner")  # fmt: skip
-    add("--budgets", default="64,256,1024,4096,1s,5s", help="simulator calls, or seconds with an s")
-    add("--seeds", type=int, default=3, help="runs of every classical search")
-    add("--agent-seeds", type=int, default=1, help="runs of every checkpoint")
-    add("--cases", default="", help="only cases whose name holds one of these texts")
-    add("--processes", type=int, default=1, help="at most one a core")
-    add("--report", action="store_true", help="only the tables of what is there")
-    return parser.parse_args(words)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measures and prints; returns the exit code."""
-    options = arguments(words)
+    options = arguments(
+        __doc__,
+        words=words,
+        out=(Path("rows.jsonl"), "file of rows; where it exists, go on with it"),
+        set=("test", "cases", SETS),
+        agents=("default", "checkpoints, one a training seed: NAME or LABEL=FOLDER, with commas; empty: none"),
+        ablation=((), "agents beside the product, LABEL=CHECKPOINT[,option=value...]; untrained=1: weights never trained"),
+        methods=(",".join(RIVALS), "classical searches, with commas; empty: none"),
+        tune=((), "classical searches beside those, METHOD,option=value[,...] with options of its planner"),
+        budgets=("64,256,1024,4096,1s,5s", "simulator calls, or seconds with an s"),
+        seeds=(3, "runs of every classical search"),
+        agent_seeds=(1, "runs of every checkpoint"),
+        cases=("", "only cases whose name holds one of these texts"),
+        processes=(1, "at most one a core"),
+        report="only the tables of what is there",
+    )
     try:
         if options.report:
             print(report(Store({}, options.out, report=True)))

@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.agent.measure import Job, floor_of, run_row, workers
-from benchmarks.agent.records import Budget, Method
-from benchmarks.agent.store import Store
+from benchmarks.agent.records import Budget, Method, Store
 from rlplace.agents.problems import test_cases, validation_cases
 from rlplace.agents.problems.cases import ProblemCase, is_branchy
 from rlplace.errors import InputError

@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.agent.records import ABLATION, AGENT, RIVAL, BenchmarkRow, Budget, CaseInfo
-from benchmarks.agent.store import Store
+from benchmarks.agent.records import ABLATION, AGENT, RIVAL, BenchmarkRow, Budget, CaseInfo, Store
 from rlplace.placement.ask import OK
 from rlplace.stats import interval, wins_ties_losses
 

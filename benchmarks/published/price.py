@@ -1,4 +1,4 @@
-"""Prices of published steps by the block executor: time, memory, and what the price rests on."""
+"""Prices of published steps by the block executor: time and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import msgspec
 from benchmarks.published.models import captures
 from benchmarks.published.rows import KIND_OF_GPU, Row, degrees
 from rlplace.cluster import KINDS, Cluster
-from rlplace.cost.compute import explain_times
 from rlplace.cost.foreign import shipped_costs, with_host
 from rlplace.cost.scaled import find_curve
 from rlplace.cost.table import CostTable, KindCosts
@@ -41,7 +40,6 @@ class Said:
         over_bytes: Bytes over capacity.
         peak_bytes: By device, without what is reserved.
         parts: Seconds by what they go to.
-        basis: Shares of the compute time by what the prices rest on.
         reason: Why the row cannot be priced.
     """
 
@@ -50,7 +48,6 @@ class Said:
     over_bytes: float = 0.0
     peak_bytes: tuple[float, ...] = ()
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
-    basis: dict[str, float] = dataclasses.field(default_factory=dict)
     reason: str = ""
 
     @property
@@ -71,9 +68,8 @@ def say(row: Row, folder: Path | None = None) -> Said:
         found = scores.evaluate(draft)
     except InputError as error:
         return Said(row, None, reason=str(error))
-    basis = _basis(_asked(row), folder)
     hidden_s = found.parts.get("tensor", 0.0) if row.software.overlaps_tensor else 0.0
-    return Said(row, found.step_time_s - hidden_s, found.over_bytes, found.peak_memory_bytes, found.parts, basis)
+    return Said(row, found.step_time_s - hidden_s, found.over_bytes, found.peak_memory_bytes, found.parts)
 
 
 def evaluator(row: Row, folder: Path | None) -> DraftEvaluator:
@@ -106,11 +102,6 @@ def _evaluator(asked: _Asked, gpus: int, folder: Path | None) -> DraftEvaluator:
     cluster = cluster_of(asked.gpu, gpus)
     small, large = captures(*asked.capture, folder)
     return DraftEvaluator(PricedBlocks(small, cluster, large, host=asked.host, costs=_costs(asked)), cluster)
-
-
-@functools.lru_cache(maxsize=64)
-def _basis(asked: _Asked, folder: Path | None) -> dict[str, float]:
-    return explain_times(captures(*asked.capture, folder)[0], cluster_of(asked.gpu, 1).kinds[0], host=asked.host).shares()
 
 
 def _costs(asked: _Asked) -> CostTable | None:

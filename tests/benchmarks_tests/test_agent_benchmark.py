@@ -19,8 +19,7 @@ from benchmarks.agent import measure, methods, race, tables
 from benchmarks.agent.__main__ import main
 from benchmarks.agent.jobs import random_cases
 from benchmarks.agent.measure import Job, check, floor_of, run_row
-from benchmarks.agent.records import ABLATION, AGENT, RIVAL, BenchmarkRow, Budget, CaseInfo, Method
-from benchmarks.agent.store import Store
+from benchmarks.agent.records import ABLATION, AGENT, RIVAL, BenchmarkRow, Budget, CaseInfo, Method, Store
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.placement import get_planner
 from rlplace.placement.common import groupgraph

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import anytime, built, equality, faults, runs, runs_emulated, types, zoo
 from benchmarks.agent import tables
-from benchmarks.agent.store import Store
+from benchmarks.agent.records import Store
 from benchmarks.harness import ROOT, read_rows
 from benchmarks.papers import compiler
 from benchmarks.papers.pardnn import __main__ as study

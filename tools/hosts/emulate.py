@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from rlplace.errors import InputError
 from tools.hosts import network
 from tools.hosts.commands import check_machine
-from tools.hosts.names import new_prefix
-from tools.hosts.signals import deferred_signals
+from tools.hosts.network import new_prefix
 from tools.hosts.spec import HostsSpec
 
 if TYPE_CHECKING:
@@ -84,6 +83,31 @@ def ending_signals() -> Iterator[None]:
 
 def _end(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Defers SIGINT, SIGTERM and SIGHUP to the end; outside the main thread this does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+
+    before = {}
+    for number in (signal.SIGINT, *_ENDING):
+        handler = signal.getsignal(number)
+        if handler is not None and handler is not signal.SIG_IGN:  # None: not set from Python
+            before[number] = signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for late in dict.fromkeys(arrived):
+            signal.raise_signal(late)
 
 
 @contextlib.contextmanager

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -22,6 +20,7 @@ from tools.hosts.output import Pump, Sink
 
 _KEEPER = Path(__file__).with_name("keeper.py")
 _PORTS = range(29500, 32500, 2)  # free, as nobody else is in the hosts; below those that the kernel hands out
+_LOOK_S = 0.02
 _END_S = 8.0  # beyond the grace: what the keeper needs to end everything
 
 
@@ -92,31 +91,13 @@ class Job:
         Raises:
             RlplaceError: The time is up; names the ranks that were still running. The job has been ended.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        handles: dict[int, Process] = {}
-        for process, code in zip(self.processes, self.poll(), strict=True):
-            if code is None:
-                with contextlib.suppress(ProcessLookupError):  # another thread has seen it end
-                    handles[os.pidfd_open(process.keeper.pid)] = process
-        poll = select.poll()
-        for handle in handles:
-            poll.register(handle, select.POLLIN)
+        end = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            while handles and self.code == 0 and self._pump.error is None:
-                left = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
-                if left <= 0:
-                    self.timed_out = True
-                    break
-                for handle, _ in poll.poll(left * 1000):
-                    poll.unregister(handle)
-                    os.close(handle)
-                    ended = handles.pop(handle)
-                    ended.keeper.wait()
-                    self._note(ended)
+            while None in self.poll() and self.code == 0 and self._pump.error is None and not self.timed_out:
+                time.sleep(_LOOK_S)
+                self.timed_out = end is not None and time.monotonic() >= end and None in self.poll()
         finally:
             running = [rank for rank, code in enumerate(self.poll()) if code is None]
-            for handle in handles:
-                os.close(handle)
             self.stop()
         if self._pump.error is not None:
             raise self._pump.error
@@ -237,7 +218,6 @@ def launch(
                 started.append(Process(len(started), host.number, process))
                 job.processes = tuple(started)
                 pump.add(started[-1].rank, host.number, process)
-        pump.start()
     except BaseException as error:
         job.stop()
         if isinstance(error, (OSError, ValueError)):

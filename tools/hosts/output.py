@@ -1,10 +1,8 @@
-"""Collects what the processes of a job write, line by line, on one thread."""
+"""Collects what the processes of a job write, line by line."""
 
 from __future__ import annotations
 
 import collections
-import os
-import selectors
 import subprocess
 import sys
 import threading
@@ -12,15 +10,14 @@ from collections.abc import Callable
 from typing import IO
 
 Sink = Callable[[int, int, int, str], None]
-"""Takes rank, host, stream (1 standard output, 2 standard error) and a line without its end."""
+"""Takes rank, host, stream (1 standard output, 2 standard error) and a line without its end; one call at a time."""
 
 _TAIL_LINES = 40
-_MAX_LINE = 1 << 16  # longer lines are handed on in parts
 _FINISH_S = 5.0
 
 
 class Pump:
-    """Reads until every process has closed its streams.
+    """Reads, on a thread a stream, until every process has closed its streams.
 
     Attributes:
         error: What the sink raised, if it did; lines after it are read and dropped, so that no process blocks.
@@ -28,66 +25,41 @@ class Pump:
 
     def __init__(self, sink: Sink | None, processes_per_host: int) -> None:
         self.error: Exception | None = None
-        self._sink = sink or (_print_single if processes_per_host == 1 else _print_many)
-        self._selector = selectors.DefaultSelector()
-        self._rest: dict[int, bytearray] = {}
+        self._sink, self._many = sink or self._print, processes_per_host > 1
         self._tails: dict[int, collections.deque[str]] = {}
-        self._streams: list[IO[bytes]] = []
-        self._thread = threading.Thread(target=self._run, name="rlplace-hosts-output", daemon=True)
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
 
     def add(self, rank: int, host: int, process: subprocess.Popen[bytes]) -> None:
-        """Takes over the output streams of a process, before `start`."""
+        """Takes over the output streams of a process."""
         self._tails[rank] = collections.deque(maxlen=_TAIL_LINES)
         for number, stream in ((1, process.stdout), (2, process.stderr)):
-            assert stream is not None
-            self._streams.append(stream)
-            self._rest[stream.fileno()] = bytearray()
-            self._selector.register(stream.fileno(), selectors.EVENT_READ, (rank, host, number))
-
-    def start(self) -> None:
-        self._thread.start()
+            thread = threading.Thread(target=self._read, args=(stream, rank, host, number), daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def tail(self, rank: int) -> list[str]:
+        """Lists the last lines of a rank."""
         return list(self._tails[rank])
 
     def finish(self) -> None:
         """Waits for the last lines; the processes have ended."""
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(_FINISH_S)
-        if not self._thread.is_alive():
-            for stream in self._streams:
-                stream.close()
-            self._selector.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_FINISH_S)
 
-    def _run(self) -> None:
-        while self._selector.get_map():
-            for key, _ in self._selector.select():
-                rank, host, number = key.data
-                part = os.read(key.fd, 1 << 16)
-                rest = self._rest[key.fd]
-                rest += part
-                if not part:
-                    self._selector.unregister(key.fd)
-                *lines, last = rest.split(b"\n")
-                if last and (not part or len(last) >= _MAX_LINE):
-                    lines.append(last)
-                    last = bytearray()
-                self._rest[key.fd] = last
-                for line in lines:
-                    self._emit(rank, host, number, line.decode("utf-8", "replace").removesuffix("\r"))
+    def _read(self, stream: IO[bytes], rank: int, host: int, number: int) -> None:
+        with stream:
+            for line in stream:
+                text = line.decode("utf-8", "replace").rstrip("\r\n")
+                with self._lock:
+                    self._tails[rank].append(text)
+                    if self.error is None:
+                        try:
+                            self._sink(rank, host, number, text)
+                        except Exception as error:
+                            self.error = error
 
-    def _emit(self, rank: int, host: int, number: int, line: str) -> None:
-        self._tails[rank].append(line)
-        if self.error is None:
-            try:
-                self._sink(rank, host, number, line)
-            except Exception as error:
-                self.error = error
-
-
-def _print_single(rank: int, host: int, number: int, line: str) -> None:
-    print(f"[host {host}] {line}", file=sys.stdout if number == 1 else sys.stderr, flush=True)
-
-
-def _print_many(rank: int, host: int, number: int, line: str) -> None:
-    print(f"[host {host}, rank {rank}] {line}", file=sys.stdout if number == 1 else sys.stderr, flush=True)
+    def _print(self, rank: int, host: int, number: int, line: str) -> None:
+        who = f"[host {host}, rank {rank}]" if self._many else f"[host {host}]"
+        print(f"{who} {line}", file=sys.stdout if number == 1 else sys.stderr, flush=True)

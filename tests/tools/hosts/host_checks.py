@@ -39,11 +39,12 @@ def left_behind(pid):
 
 
 def running(folder):
-    """Returns processes, by the pid files in a folder, that still exist."""
+    """Lists commands that name a folder and still run, by their process ids; launchers and keepers do not count."""
     found = []
-    for path in Path(folder).glob("pid*"):
-        pid = path.read_text()  # empty while it is being written
+    for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if pid and " Z " not in Path(f"/proc/{pid}/stat").read_text():
-                found.append(int(pid))
+            words = (path / "cmdline").read_bytes().decode().split("\0")
+            own = str(folder) in words and "tools.hosts" not in words and not any(word.endswith("keeper.py") for word in words)
+            if own and " Z " not in (path / "stat").read_text():
+                found.append(int(path.name))
     return found

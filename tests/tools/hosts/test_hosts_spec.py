@@ -11,7 +11,7 @@ from rlplace.errors import InputError, MissingError
 from tools.hosts import HostsSpec, cluster_of, commands, emulated_hosts, parse_cores, parse_rate, parse_rates
 from tools.hosts.__main__ import main
 from tools.hosts.cluster import PAYLOAD_FRACTION, cores_of
-from tools.hosts.names import is_stale, new_prefix
+from tools.hosts.network import is_stale, new_prefix
 
 PAIRS = ((0, 1e9, 5e7), (2e8, 0, 1e8), (1e9, 5e8, 0))
 

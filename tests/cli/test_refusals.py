@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 import pytest
 
-from rlplace.plan import make_plan
-from rlplace.problem.generate import random_problem
 from tests.cli.command import run
 
 TINY = "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=64"
@@ -100,19 +97,6 @@ CASES = [
 ]
 LATE = (*COSTS, "place hf:gpt3", "place zoo:incepton", f"{PLACE} --master-weights", f"{EXPLAIN} --group group33")
 """Refused when the model or the step is looked at, which is announced."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A problem, two plans of it and one of another."""
-    folder = tmp_path_factory.mktemp("files")
-    problem = random_problem(0, num_groups=8, num_devices=2)
-    problem.save(folder / "x.problem.json")
-    for name, devices in (("one", [0, 0, 0, 0, 1, 1, 1, 1]), ("two", [0, 0, 1, 1, 1, 1, 1, 1])):
-        make_plan(problem, devices, planner=name).save(folder / f"{name}.plan.json")
-    foreign = random_problem(1, num_groups=8, num_devices=2)
-    make_plan(foreign, [0] * 8, planner="test").save(folder / "foreign.plan.json")
-    return folder
 
 
 @pytest.mark.parametrize(("line", "words"), CASES, ids=[line[:80] for line, _ in CASES])

@@ -5,63 +5,43 @@ import json
 import pytest
 
 from rlplace.cost.timings import PlanTiming, PlanTimings
-from rlplace.plan import make_plan
+from rlplace.plan import PlacementPlan
 from rlplace.problem.generate import random_problem
 from tests.cli.command import run
 
 
 @pytest.fixture
-def made(tmp_path):
-    problem = random_problem(3, num_groups=12, num_devices=2, memory_factor=2.0)
-    problem.save(tmp_path / "x.problem.json")
-    plan = make_plan(problem, [0] * 6 + [1] * 6, planner="hand")
-    plan.save(tmp_path / "x.plan.json")
-    return problem, plan, tmp_path
+def report(capsys, folder, tmp_path):
+    """Calls `report` for a plan: exit code, output, errors and the page."""
+    page = tmp_path / "r.html"
+    words = ("report", folder / "one.plan.json", "--problem", folder / "x.problem.json", "--out", page, "--planners")
+    return lambda *options: (*run(capsys, *words, *options), page.read_text())
 
 
-def report(capsys, *arguments):
-    return run(capsys, "report", *arguments)
-
-
-def page(capsys, folder, *options):
-    return report(capsys, folder / "x.plan.json", "--problem", folder / "x.problem.json", "--out", folder / "r.html", *options)
-
-
-def test_page_and_json(capsys, made):
-    _, _, folder = made
-    plan, problem, page = (folder / name for name in ("x.plan.json", "x.problem.json", "r.html"))
-    code, out, err = report(capsys, plan, "--problem", problem, "--out", page, "--planners", "single,heft", "--json")
-    assert code == 0
+def test_page_and_json(report, tmp_path):
+    code, out, err, page = report("single,heft", "--json")
     data = json.loads(out)
-    assert data["written"] == [str(page)] and data["feasible"] and data["violations"] == []
-    assert err.splitlines() == ["planning with single", "planning with heft"]
-    assert ">heft<" in page.read_text()
+    assert code == 0 and data["written"] == [str(tmp_path / "r.html")] and data["feasible"] and data["violations"] == []
+    assert err.splitlines() == ["planning with single", "planning with heft"] and ">heft<" in page
 
 
-def test_without_planners(capsys, made):
-    _, _, folder = made
-    code, out, _ = page(capsys, folder, "--planners", "none")
-    assert code == 0 and 'id="planners"' not in (folder / "r.html").read_text()
-    assert out.splitlines()[0] == f"wrote {folder / 'r.html'}" and out.splitlines()[1].endswith("feasible")
+def test_without_planners(report, tmp_path):
+    code, out, _, page = report("none")
+    assert code == 0 and 'id="planners"' not in page
+    assert out.splitlines()[0] == f"wrote {tmp_path / 'r.html'}" and out.splitlines()[1].endswith("feasible")
 
 
-def test_measurements(capsys, made):
-    problem, plan, folder = made
-    timing = PlanTiming("timed", plan.fingerprint, problem.fingerprint, "hand", "joint", (0.5, 0.6), (), 1.0, 0.4)
-    PlanTimings("job", {}, (timing,)).save(folder / "x.timings.json")
-    code, _, _ = page(capsys, folder, "--planners", "none", "--measurements", folder / "x.timings.json")
-    text = (folder / "r.html").read_text()
-    assert code == 0 and "timed" in text and text.count('<tr class="this">') == 1
+def test_measurements(report, folder, tmp_path):
+    plan = PlacementPlan.load(folder / "one.plan.json")
+    timing = PlanTiming("timed", plan.fingerprint, plan.problem, "hand", "joint", (0.5, 0.6), (), 1.0, 0.4)
+    PlanTimings("job", {}, (timing,)).save(tmp_path / "x.timings.json")
+    code, _, _, page = report("none", "--measurements", tmp_path / "x.timings.json")
+    assert code == 0 and "timed" in page and page.count('<tr class="this">') == 1
 
 
 @pytest.fixture
-def files(tmp_path):
-    problem = random_problem(0, num_groups=8, num_devices=2)
-    paths = [str(tmp_path / name) for name in ("x.problem.json", "a.plan.json", "b.plan.json")]
-    problem.save(paths[0])
-    make_plan(problem, [0, 0, 0, 0, 1, 1, 1, 1], planner="one").save(paths[1])
-    make_plan(problem, [0, 0, 1, 1, 1, 1, 1, 1], planner="two").save(paths[2])
-    return paths
+def files(folder):
+    return [folder / name for name in ("x.problem.json", "one.plan.json", "two.plan.json")]
 
 
 def test_explain_a_plan(capsys, files):

@@ -22,7 +22,7 @@ from rlplace.errors import InputError
 from rlplace.runtime.base import faults
 from rlplace.runtime.job.distribute import distribute
 from tests.runtime.equality import plan_of, strategy_plan
-from tests.runtime.job.launch import forked, forks, start, torchrun
+from tests.runtime.job.launch import forked, forks, start, start_and_end, torchrun
 
 WRONG_STEP = 1
 
@@ -106,19 +106,9 @@ def job(tmp_path, mode, who=1, world=2, limit_s=120, by_strategy=False):
     """Exit codes by rank, None for one that did not end; the lines on stderr."""
     arguments = (world, str(tmp_path), mode, who, by_strategy)
     processes = [forks().Process(target=run_script, args=(rank, *arguments)) for rank in range(world)]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + limit_s
-    try:
-        for rank, process in enumerate(processes):
-            if mode not in HANGS or rank != who:  # nobody ends that one but a launcher
-                process.join(max(deadline - time.monotonic(), 0.0))
-        codes = [process.exitcode for process in processes]
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
+    unended = {who} if mode in HANGS else set()  # nobody ends that one but a launcher
+    hung = start_and_end(processes, limit_s, unended)
+    codes = [None if rank in hung else process.exitcode for rank, process in enumerate(processes)]
     return codes, (tmp_path / "stderr").read_text().splitlines()
 
 

@@ -36,14 +36,15 @@ def forks():
     return context
 
 
-def start_and_end(processes, timeout_s):
-    """Starts processes and waits for them; those that hang, by number, are killed after a time."""
+def start_and_end(processes, timeout_s, unended=()):
+    """Starts processes and waits for them but for the unended; those that hang, by number, are killed after a time."""
     for process in processes:
         process.start()
     end = time.monotonic() + timeout_s
     try:
-        for process in processes:
-            process.join(max(end - time.monotonic(), 0.0))
+        for rank, process in enumerate(processes):
+            if rank not in unended:
+                process.join(max(end - time.monotonic(), 0.0))
     finally:
         hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:

@@ -94,9 +94,7 @@ CURVES = ("kinds", "a100-80g", "curves")
         ((*CURVES, 0, "basis"), "guess", "basis"),
         ((*CURVES, 0, "compute_efficiency"), 1.5, "compute_efficiency"),
         ((*CURVES, 0, "compute_efficiency"), 0.0, "compute_efficiency"),
-        ((*CURVES, 0, "compute_half_flops"), float("nan"), "compute_half_flops: .* found nan"),
         ((*CURVES, 0, "bandwidth_half_bytes"), -1, "bandwidth_half_bytes"),
-        ((*CURVES, 0, "floor_s"), 10**400, "floor_s: the number is too large"),
         ((*CURVES, 0, "saturation"), 2, "saturation"),
         ((*CURVES, 0, "overhead_s"), -1e-9, "overhead_s"),
         ((*CURVES, 0, "residual", "features"), ["log_m", "log_q"], "did you mean"),
@@ -110,7 +108,6 @@ CURVES = ("kinds", "a100-80g", "curves")
         (("kinds", "a100-80g", "measured", 0, "shapes"), [{"dims": {"m": 8}, "seconds": -1}], "seconds"),
         (("kinds", "a100-80g", "measured", 0, "shapes"), [{"dims": {}, "seconds": 1}], "dims: expected an object of 1 or more"),
         (("kinds", "a100-80g", "measured", 0, "shapes"), [{"dims": {"q": 1}, "seconds": 1}], "unknown dim 'q'"),
-        (("kinds", "a100-80g", "measured", 0, "shapes"), [{"dims": {"m": 1.5}, "seconds": 1}], "dims.*expected a whole"),
     ],
 )
 def test_a_wrong_file_is_refused_with_one_line(path, value, message):

@@ -1,17 +1,14 @@
-"""Both environments: the checkers, determinism, masks, rewards, endings, and policies of stable-baselines3."""
+"""Both environments: determinism, masks, rewards, endings, and policies of stable-baselines3."""
 
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium.utils.env_checker import check_env
 from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C
-from stable_baselines3.common.env_checker import check_env as sb3_check_env
 
 import rlplace
 from rlplace.agents.network import HEURISTIC
@@ -41,16 +38,6 @@ def play(env, seed, choose):
 def random_legal(seed):
     rng = np.random.default_rng(seed)
     return lambda env: rng.choice(np.flatnonzero(env.action_masks()))
-
-
-@pytest.mark.parametrize("name", IDS)
-@pytest.mark.parametrize("observation", ["indexed", "full"])
-def test_checkers_are_clean(name, observation):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        env = gym.make(name, observation=observation).unwrapped
-        check_env(env, skip_render_check=False)
-        sb3_check_env(env, warn=True)
 
 
 @pytest.mark.parametrize("name", IDS)

@@ -39,11 +39,14 @@ def test_every_kind_has_every_split():
         assert {f"rlplace/{kind}-{split}-v0" for split in ids.SPLITS} <= set(SPLIT)
 
 
-@pytest.mark.parametrize("name", IDS)
-def test_both_checkers_have_nothing_to_say(name, small_splits):
+WHOLE = [(name, {"observation": "full"}) for name in ("rlplace/Placement-v0", "rlplace/Refinement-v0")]
+
+
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in IDS), *WHOLE])
+def test_both_checkers_have_nothing_to_say(name, options, small_splits):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        env = gym.make(name)
+        env = gym.make(name, **options)
         check_env(env.unwrapped, skip_render_check=False)
         sb3_check_env(env, warn=True)
     assert env.spec.max_episode_steps >= 64

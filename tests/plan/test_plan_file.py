@@ -94,7 +94,6 @@ ANOTHER = "a placement is one pass over one stage with devices 0 to 1 on its axi
     [
         ("strategy", {"batch": 9}, ANOTHER),
         ("strategy", {"batch": None}, ANOTHER),
-        ("strategy", {"batch": True}, "strategy: batch: expected a whole number"),
         ("strategy", {"microbatches": [2]}, ANOTHER),
         ("strategy", {"schedule": "1f1b"}, "strategy: unknown key 'schedule'"),
         ("strategy", {"stages": [{"devices": [0, 1], "mesh": {"branch": 2}, "sharding": 1}]}, "unknown key 'sharding'"),

@@ -97,13 +97,6 @@ def test_overflow_is_relative_to_each_limit() -> None:
     assert Simulator(problem).evaluate([0, 1]) == (5.0, 0.0)
 
 
-def test_every_row_of_a_batch_is_a_call() -> None:
-    simulator = Simulator(memory_tight_pair().problem)
-    simulator.evaluate_many(np.array([[0, 0], [0, 1], [1, 1]]))
-    simulator.evaluate([0, 1])
-    assert simulator.calls == 4
-
-
 def test_a_step_that_cannot_complete_is_inf_nan_and_none() -> None:
     problem = build_problem("null", time_s=[[1.0, np.nan]], tensors=[], memory_bytes=[None, None], resident_bytes=[5])
     assert Simulator(problem).evaluate([1]) == (np.inf, 0.0)

@@ -32,8 +32,8 @@ from rlplace.placement.common.shortage import check_possible
 from rlplace.placement.search import floor_answers
 from rlplace.problem import Problem
 
-CASES, WINDOW = 32, 8192
-"""Cases of a batch, and files that batches are drawn from at a time."""
+CASES, KEPT = 32, 8192
+"""Cases of a batch, and files that are kept in memory."""
 
 _LAST_QUICK = "round_robin"
 
@@ -129,7 +129,7 @@ def demonstration_of(instance: PlacementInstance, plan: NDArray[np.int32]) -> De
     return Demonstration(*map(torch.from_numpy, graph_arrays(instance)), *columns)
 
 
-_load = lru_cache(maxsize=WINDOW)(Demonstration.load)
+_load = lru_cache(maxsize=KEPT)(Demonstration.load)
 
 
 def cloning_loss(network: Policy, files: Sequence[Path], rng: np.random.Generator) -> Tensor:

@@ -170,18 +170,11 @@ def load_checkpoint(name: str | Path) -> Checkpoint:
     with locked(folder, shared=True):  # not while another process is between its files
         config, payload = read_config(folder), read_bytes(path)
     make = maker(config["policy"], config["settings"], config["features"], config["environment"], folder / "config.json")
-    weights = check_sizes(make, path, payload)
+    network = filled(make, path, payload)
     if config.get("weights", digest := hashlib.sha256(payload).hexdigest()) != digest:
         raise InputError(f"{path}: not the weights that config.json was written with; save or copy the checkpoint again")
-    network = make()
-    fill(network, weights, path)
     network.eval()
     return Checkpoint(folder.name, network, config["environment"], config["training"])
-
-
-def load_weights(module: torch.nn.Module, path: Path) -> None:
-    """Loads safetensors into a module after checking every name, shape and value."""
-    fill(module, read_tensors(path), path)
 
 
 def maker(name: str, settings: Any, features: Sequence[str], environment: str, where: Path | str) -> Callable[[], Policy]:
@@ -214,8 +207,8 @@ def maker(name: str, settings: Any, features: Sequence[str], environment: str, w
     return make
 
 
-def check_sizes(make: Callable[[], Policy], path: Path, payload: bytes | None = None) -> dict[str, Tensor]:
-    """Reads weights and checks them against a policy, before memory is taken for such a one.
+def filled(make: Callable[[], Policy], path: Path, payload: bytes | None = None) -> Policy:
+    """Returns a policy with the weights of a file, which are checked before memory is taken for one of its sizes.
 
     Args:
         make: Makes the policy, see `maker`.
@@ -228,7 +221,9 @@ def check_sizes(make: Callable[[], Policy], path: Path, payload: bytes | None = 
     weights = read_tensors(path, payload)
     with torch.device("meta"):
         check(make().state_dict(), weights, path)
-    return weights
+    policy = make()
+    policy.load_state_dict(weights)
+    return policy
 
 
 def save_state(path: Path, network: Policy, moments: Mapping[str, Any], progress: tuple[int, int, int]) -> None:

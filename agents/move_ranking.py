@@ -36,8 +36,8 @@ from rlplace.placement.search import floor_answers
 FILL = 1.15
 """Moves that provably fill a device beyond this share of its memory are not priced."""
 
-CASES, STATES, WINDOW = 8, 8, 768
-"""Cases of a batch, plans of each, and files that batches are drawn from at a time."""
+CASES, STATES, KEPT = 8, 8, 1024
+"""Cases of a batch, plans of each, and files that are kept in memory."""
 
 _EXPLORE = 0.3  # share of steps to a random move that costs at most `_LOSS`
 _LOSS, _GAIN = 0.05, 0.1  # losses and gains beyond these count as these
@@ -189,7 +189,7 @@ def _priced(path: Path) -> PricedMoves:
     return _read(path, path.stat().st_mtime_ns)
 
 
-@lru_cache(maxsize=WINDOW + WINDOW // 2)
+@lru_cache(maxsize=KEPT)
 def _read(path: Path, written_ns: int) -> PricedMoves:
     return PricedMoves.load(path)
 

@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,17 +23,16 @@ from rlplace.agents.graph_network import built
 from rlplace.agents.policies import Policy
 from rlplace.agents.search import GuidedSearch
 from rlplace.budget import Budget
-from rlplace.envs.base import PLACEMENT, REFINEMENT, greedy_fit
+from rlplace.envs.base import PLACEMENT, REFINEMENT
 from rlplace.envs.instance import PlacementInstance, make_instance
-from rlplace.errors import InfeasibleError, InputError, show, whole_number
-from rlplace.placement import get_planner
+from rlplace.errors import InputError, show, whole_number
 from rlplace.placement.common.evaluate import PlanEvaluator, Score
-from rlplace.placement.common.repair import legalize, repair_answer
-from rlplace.placement.common.shortage import check_possible
-from rlplace.placement.search import FLOOR_SHARE, Start, start_devices
+from rlplace.placement.common.repair import repair_answer
+from rlplace.placement.common.shortage import check_possible, raise_infeasible
+from rlplace.placement.search import PlacementSearch, Start
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.problem import Problem
-from rlplace.simulator import Simulator, simulate
+from rlplace.simulator import simulate
 
 _BUILT_TIME, _FEW = (0.5, 0.9), 512
 """Share of the time after the floor that the builder may take; the second where fewer than `_FEW` simulations fit into the time
@@ -102,34 +100,39 @@ class Agent:
         start: Start = None,
     ) -> PlacementPlan:
         """Places one problem; see `agent` for the arguments."""
-        _check_arguments(seed, calls, time_limit_s)
+        whole_number(seed, "agent: seed")
+        number = isinstance(time_limit_s, Real) and not isinstance(time_limit_s, bool)
+        if time_limit_s is not None and not (number and 0.0 <= float(time_limit_s) < math.inf):
+            raise InputError(f"agent: time_limit_s must be a finite number of seconds from 0 up, found {show(time_limit_s)}")
         if time_limit_s is None and calls is None:
             time_limit_s = 5.0
         check_possible(problem)  # no search finds what a bound rules out
         compile_ahead()
         warm_up()
-        deadline_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
-        built_share = _BUILT_TIME[time_limit_s is not None and _FEW * _simulation_s(problem) > time_limit_s]
-        first, score, priority, reason = _start(problem, start, seed, time_limit_s)
-        if problem.num_devices == 1 and not score.feasible:
-            raise reason or InfeasibleError("the problem does not fit on its only device; use a device with more memory")
-        instance = make_instance(problem, floor=first if score.feasible else None, compute_floor=False)
-        devices, used = greedy_fit(instance) if first is None else first, 0
+        floor = PlacementSearch(problem, "agent", start, calls=calls, time_limit_s=time_limit_s)
+        devices, score, priority, used = floor.best_devices, floor.best_score, None, 0
+        if isinstance(start, PlacementPlan) and np.array_equal(devices, start.device_of_group):
+            line = simulate(problem, devices, priority=start.priority)
+            if line.feasible:
+                score, priority = Score(line.step_time_s or 0.0, 0.0), start.priority
         if problem.num_devices > 1 and calls != 0:
-            quickest, used = self._best_built(
-                instance, devices, score, calls, seed, built_share * (deadline_s - time.monotonic())
-            )
+            instance = make_instance(problem, floor=devices if score.feasible else None, compute_floor=False)
+            begin_s = time.perf_counter()
+            floor.evaluator.simulator.evaluate(devices)
+            few = time_limit_s is not None and _FEW * (time.perf_counter() - begin_s) > time_limit_s
+            left_s = _BUILT_TIME[few] * floor.budget.left_s()
+            quickest, used = self._best_built(instance, devices, score, calls, seed, left_s)
             if quickest is not devices:
                 devices, priority = quickest, None
             looking = GuidedSearch(instance, self.guide, devices, seed=seed)
-            looking.run(calls=None if calls is None else calls - used, deadline_s=deadline_s)
-            PlanEvaluator(problem).count(looking.calls)
+            looking.run(calls=None if calls is None else calls - used, deadline_s=floor.budget.end_s)
+            floor.evaluator.count(looking.calls)
             used += looking.calls
             if looking.best.objective_s < score.objective_s:
                 devices, priority = looking.best_plan, None
         line = simulate(problem, devices, priority=priority)
         if not line.feasible:
-            raise reason or InfeasibleError("no feasible plan found; relax memory, or raise the time limit")
+            raise_infeasible(problem, line, planner="agent")
         told = {"floor_step_time_s": score.step_time_s if score.feasible else None, "search_calls": used}
         predicted = line.predicted(problem).replace(agent=self.checkpoint.name, **told)
         return make_plan(problem, devices, planner="agent", seed=seed, predicted=predicted, priority=priority)
@@ -153,44 +156,6 @@ class Agent:
             if answer.score.objective_s < best_s:
                 devices, best_s = answer.devices, answer.score.objective_s
         return devices, budget.used
-
-
-def _simulation_s(problem: Problem) -> float:
-    """Returns seconds that a simulation takes."""
-    simulator, devices = Simulator(problem), np.arange(problem.num_groups, dtype=np.int32) % problem.num_devices
-    begin_s = time.perf_counter()
-    simulator.evaluate(legalize(problem, devices))
-    return time.perf_counter() - begin_s
-
-
-def _start(
-    problem: Problem, start: Start, seed: int, time_limit_s: float | None
-) -> tuple[NDArray[np.int32] | None, Score, Any, InfeasibleError | None]:
-    """Returns the plan to start from, its score (inf unless it is feasible) and priority, and why no feasible plan is known."""
-    unknown = Score(math.inf, 0.0)
-    if start is None:
-        try:
-            limit_s = None if time_limit_s is None else FLOOR_SHARE * time_limit_s
-            best = get_planner("best")(problem, seed=seed, time_limit_s=limit_s)
-        except InfeasibleError as error:
-            return None, unknown, None, error
-        return best.device_of_group, Score(best.predicted.step_s, 0.0), None, None
-    devices = start_devices(problem, start, "agent")
-    first = legalize(problem, devices)
-    order = start.priority if isinstance(start, PlacementPlan) and np.array_equal(first, devices) else None
-    line = simulate(problem, first, priority=order)
-    if line.step_time_s is None or not line.feasible:
-        return first, unknown, None, None
-    return first, Score(line.step_time_s, 0.0), order, None
-
-
-def _check_arguments(seed: int, calls: int | None, time_limit_s: float | None) -> None:
-    whole_number(seed, "agent: seed")
-    if calls is not None:
-        whole_number(calls, "agent: calls")
-    number = isinstance(time_limit_s, Real) and not isinstance(time_limit_s, bool)
-    if time_limit_s is not None and not (number and 0.0 <= float(time_limit_s) < math.inf):
-        raise InputError(f"agent: time_limit_s must be a finite number of seconds from 0 up, found {show(time_limit_s)}")
 
 
 def load_agent(name: str | Path = "default") -> Agent:

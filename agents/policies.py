@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rlplace.envs.base import CLUSTER, ENVIRONMENTS, PLACEMENT, REFINEMENT, STRATEGY, context_vector
+from rlplace.envs.base import CLUSTER, ENVIRONMENTS, PLACEMENT, REFINEMENT, STRATEGY
 from rlplace.envs.construction import CONSTRUCTION_FEATURES
 from rlplace.envs.guide.features import FEATURES
 from rlplace.envs.guide.guide import Guide
-from rlplace.envs.observation import GraphArrays
+from rlplace.envs.observation import GraphArrays, context_vector
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.plugins import POLICIES, find, names, wrong
 

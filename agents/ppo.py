@@ -7,9 +7,8 @@ therefore gives the weights that it would have given.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -43,17 +42,18 @@ BASELINES = {
 _WORST, _SPREAD = -3.0, 0.01
 
 
-@dataclass(frozen=True)
-class PartResult:
+class PartResult(NamedTuple):
     """Result of a part of PPO.
 
     Attributes:
         decisions: Number of decisions made.
         ratio: Geometric mean of the step time at the end of episodes over that of `BASELINES`, NaN without any.
+        moments: Adam's state after it.
     """
 
     decisions: int
     ratio: float
+    moments: dict[str, Any]
 
 
 class EpisodeBuffer(MaskableDictRolloutBuffer):
@@ -165,7 +165,7 @@ def run_part(
     decisions: int,
     logs: Path,
     tick: Callable[[int], object],
-) -> tuple[PartResult, dict[str, Any]]:
+) -> PartResult:
     """Runs one part of PPO.
 
     Args:
@@ -177,9 +177,6 @@ def run_part(
         decisions: Decisions to make, rounded up to whole rollouts.
         logs: Folder of TensorBoard logs.
         tick: Called with the decisions of every step of the environments.
-
-    Returns:
-        Result of the part, and Adam's state after it.
     """
     model = make_model(network, instances, config, config.seed + 1000 * (number + 1))
     if moments is not None:  # without the settings beside them, which are the policy's own
@@ -192,7 +189,7 @@ def run_part(
     assert isinstance(policy, PlacerPolicy)
     network.load_state_dict(policy.network.state_dict())
     ratio = float(np.exp(np.mean(np.log(watcher.ratios)))) if watcher.ratios else float("nan")
-    return PartResult(model.num_timesteps, ratio), policy.optimizer.state_dict()
+    return PartResult(model.num_timesteps, ratio, policy.optimizer.state_dict())
 
 
 class _Watcher(BaseCallback):

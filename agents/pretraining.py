@@ -10,14 +10,12 @@ import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.random import Generator
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rlplace.agents import behaviour_cloning, move_ranking
@@ -31,7 +29,6 @@ from rlplace.files import fingerprint, read_json, write_json
 
 FORMAT, VERSION = "rlplace.labels", 1
 
-_TURN = 250  # steps after which a quarter of the window is replaced
 _RATE = 2e-3
 
 Collect = Callable[..., Any]
@@ -46,24 +43,20 @@ class Pretraining(NamedTuple):
         begin: Called once before the fit.
         loss: Of a batch that it draws from some files.
         summary: A line about held-out files.
-        window: Files that batches are drawn from at a time, as many as memory holds.
     """
 
     collect: Collect
     begin: Callable[[Policy, Sequence[Path]], None]
     loss: Callable[[Policy, Sequence[Path], Generator], Tensor]
     summary: Callable[[Policy, Sequence[Path]], str]
-    window: int
 
 
 PRETRAINING: Mapping[str, Pretraining] = {
     REFINEMENT: Pretraining(
-        move_ranking.collect_moves, move_ranking.set_standard, move_ranking.batch_loss, move_ranking.summary,
-        move_ranking.WINDOW,
+        move_ranking.collect_moves, move_ranking.set_standard, move_ranking.batch_loss, move_ranking.summary
     ),
     PLACEMENT: Pretraining(
-        behaviour_cloning.collect_demonstration, lambda *_: None, behaviour_cloning.cloning_loss, behaviour_cloning.summary,
-        behaviour_cloning.WINDOW,
+        behaviour_cloning.collect_demonstration, lambda *_: None, behaviour_cloning.cloning_loss, behaviour_cloning.summary
     ),
 }  # fmt: skip
 """By environment; policies of others have none."""
@@ -210,8 +203,7 @@ def fit(
     for step in range(first, last):
         for group in optimizer.param_groups:
             group["lr"] = _RATE * (1.0 - step / steps) + 1e-5
-        some = _window(files, step, seed, pretraining.window)
-        loss = pretraining.loss(network, some, np.random.default_rng([seed, step]))
+        loss = pretraining.loss(network, files, np.random.default_rng([seed, step]))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -219,17 +211,3 @@ def fit(
         total += loss.item()
     network.eval()
     return total / max(last - first, 1)
-
-
-def _window(files: Sequence[Path], step: int, seed: int, size: int) -> list[Path]:
-    """Returns the files that a step may read; a quarter of them changes every `_TURN` steps."""
-    if len(files) <= size:
-        return list(files)
-    turn, part = step // _TURN, size // 4
-    order = _order(len(files), seed)
-    return [files[order[(turn * part + i) % len(files)]] for i in range(size)]
-
-
-@lru_cache(maxsize=4)
-def _order(count: int, seed: int) -> NDArray[np.int64]:
-    return np.random.default_rng(seed).permutation(count)

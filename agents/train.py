@@ -21,10 +21,10 @@ from tqdm import tqdm
 from rlplace.agents import ppo
 from rlplace.agents.checkpoint import (
     STATE,
+    WEIGHTS,
     card_of,
-    check_sizes,
+    filled,
     load_state,
-    load_weights,
     make_folder,
     maker,
     read_config,
@@ -105,9 +105,7 @@ class TrainingRun:
             raise InputError(f"there is no pre-training in {config.environment}; use --fit-steps 0")
         features = config.features or candidate_columns(config.environment)
         make = maker(config.policy, config.settings_of(), features, config.environment, out)
-        if resume:  # before anything is as large as a config says
-            check_sizes(make, out / "policy.safetensors")
-        self.network = make()
+        self.network = filled(make, out / WEIGHTS) if resume else make()
         self.fitted = self.decisions = self.parts = 0
         self.notes: dict[str, Any] = {"seconds": 0.0}
         self._moments: dict[str, Any] | None = None
@@ -173,7 +171,7 @@ class TrainingRun:
             instances = ppo.instances_of(self.source, first, config.part_cases, config.environment)
             ready_s = time.monotonic()
             rate = config.learning_rate * max(_LAST_RATE, 1.0 - self.decisions / config.steps)
-            part, moments = ppo.run_part(
+            part = ppo.run_part(
                 self.network,
                 self._moments,
                 instances,
@@ -183,11 +181,11 @@ class TrainingRun:
                 logs=self.out / "tensorboard" / f"part{self.parts}",
                 tick=bar.update,
             )
-            self._moments = moments
+            self._moments = part.moments
             self.decisions += part.decisions
             self.parts += 1
             self.notes["episodes_vs_best"] = None if math.isnan(part.ratio) else round(part.ratio, 5)
-            self.save(moments)
+            self.save(part.moments)
             speed = part.decisions / max(time.monotonic() - ready_s, 1e-9)
             self.report(
                 f"{self.decisions}/{config.steps} decisions, {speed:.0f} a second after {ready_s - begin_s:.0f} s for the "
@@ -224,7 +222,6 @@ class TrainingRun:
             raise InputError(f"{where}: training does not say how far it is; it cannot be resumed")
         self.notes.update(notes)
         finite_number(self.notes["seconds"], f"{where}: training.notes.seconds")
-        load_weights(self.network, self.out / "policy.safetensors")
         if (self.out / STATE).exists():
             # Whole in itself, even where the run was cut between it and the checkpoint.
             optimizer = torch.optim.Adam(self.network.parameters())

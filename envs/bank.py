@@ -58,16 +58,15 @@ def _cut_3d(array, layout, field, i):  # type: ignore[no-untyped-def]
     return array[begin : begin + planes * rows * columns].reshape((planes, rows, columns))
 
 
-def cutter(record: type[Any], **dimensions: int) -> Any:
+def cutter(record: Any) -> Any:
     """Returns a compiled function of a bank, its layout and the number of an instance, for compiled callers.
 
     It returns the arrays of the instance as a plain tuple in the order of the fields.
 
     Args:
-        record: The NamedTuple.
-        dimensions: Number of dimensions by field, where it is not 1.
+        record: A NamedTuple of declared arrays, see `rlplace.arrays`.
     """
-    counts = [dimensions.get(name, 1) for name in record._fields]
+    counts = [len(declared.axes.split()) for declared in record._field_defaults.values()]
 
     @intrinsic  # type: ignore[untyped-decorator]
     def cut(typing: Any, bank: Any, layout: Any, i: Any) -> Any:

@@ -1,10 +1,15 @@
-"""The common base of Placement-v0 and Refinement-v0: problems, spaces, drawing a problem, rendering."""
+"""The common base of Placement-v0 and Refinement-v0: problems, spaces, episodes, rendering.
+
+One compiled call steps the episodes of N environments on problems of a list. A single environment has one episode; vector
+environments (`rlplace.envs.vector`) hold a single one with N.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import gymnasium as gym
 import numpy as np
@@ -12,24 +17,23 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from rlplace.envs.backends import KEPT, Backend, Evaluation, SimulatedBackend, StepParts
-from rlplace.envs.guide.features import CLIP
 from rlplace.envs.instance import PlacementInstance, make_instance
-from rlplace.envs.observation import NUM_CONTEXT, full_graph, load_and_pinned, memory_pressure, observation_space
+from rlplace.envs.observation import full_graph, load_and_pinned, observation_space
 from rlplace.errors import InputError, show
 from rlplace.problem import Problem
 from rlplace.simulator import simulate
 from rlplace.text import bytes_text, seconds_text
-
-if TYPE_CHECKING:
-    from rlplace.envs.batch import Batch
 
 ENVIRONMENTS = PLACEMENT, REFINEMENT, STRATEGY, CLUSTER = (
     "rlplace/Placement-v0", "rlplace/Refinement-v0", "rlplace/Strategy-v0", "rlplace/Cluster-v0",
 )  # fmt: skip
 """Ids of the environments; there are others on splits of problems, and `rlplace/Toy-v0`."""
 
+APART = 64
+"""Episodes from which several threads step them; fewer are stepped sooner by one."""
+
 _ONE = np.zeros(1, dtype=np.int64)
-"""The one environment of a single one's batch."""
+"""The one episode of a single environment."""
 
 
 def render_ansi(instance: PlacementInstance, device_of_group: NDArray[np.int32]) -> str:
@@ -57,6 +61,8 @@ def render_rgb(instance: PlacementInstance, device_of_group: NDArray[np.int32]) 
 
 
 Observation = dict[str, NDArray[Any]]
+Infos = dict[str, Any]
+Rows = NDArray[np.int64]
 
 
 class Common(TypedDict, total=False):
@@ -103,8 +109,15 @@ class NumberedEnv(gym.Env[Observation, np.int64]):
 
 
 class PlacerEnv(NumberedEnv):
-    """Base of the environments; see the subclasses."""
+    """Base of the environments; see the subclasses.
 
+    Attributes:
+        count: N, number of episodes that are stepped together.
+        threads: Threads that step them.
+        index: int64 [N], number of each episode's problem.
+    """
+
+    state: Any  # arrays of the episodes, `plan` int32 [N, max_groups] and `legal` bool [N, actions] among them
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}  # noqa: RUF012
 
     def __init__(
@@ -140,8 +153,12 @@ class PlacerEnv(NumberedEnv):
         self.full = [full_graph(instance, self.max_groups) for instance in self.instances] if observation == "full" else None
         self.simulates = type(self.backend) is SimulatedBackend
         self.parts_of = lru_cache(KEPT)(StepParts)
-        self._index = 0
+        self.hold(1, 1)
         self._done = True
+
+    def hold(self, count: int, threads: int) -> None:
+        """Makes room for the episodes of `count` environments, before the first one begins."""
+        self.count, self.threads, self.index = count, threads, np.zeros(count, dtype=np.int64)
 
     def _make_spaces(self, candidates: int, features: int) -> None:
         full = self.full is not None
@@ -151,16 +168,59 @@ class PlacerEnv(NumberedEnv):
     @property
     def instance(self) -> PlacementInstance:
         """The instance of the current episode."""
-        return self.instances[self._index]
+        return self.instances[self.index[0]]
 
-    def batch_of(self, count: int, threads: int = 1) -> Batch:
-        """Returns episodes of `count` environments by the rules of this one."""
-        raise TypeError(f"{type(self).__name__} must define batch_of")
+    def begin(self, rows: Rows, random: Sequence[np.random.Generator], options: Mapping[str, Any]) -> None:
+        """Begins the episodes of some environments, whose `index` is set.
+
+        Args:
+            rows: int64 [n].
+            random: Random numbers of every environment.
+            options: Options of `reset`.
+        """
+        raise NotImplementedError
+
+    def advance(self, rows: Rows, actions: NDArray[np.int64], rewards: NDArray[np.float64]) -> dict[int, Infos]:
+        """Steps environments and fills their rewards.
+
+        Args:
+            rows: int64 [n].
+            actions: int64 [N].
+            rewards: float64 [N], changed.
+
+        Returns:
+            The last infos of the episodes that end, by environment.
+        """
+        raise NotImplementedError
+
+    def observe(self) -> Observation:
+        """Returns the observations of all environments, each array with a first dimension of N."""
+        state = self.state
+        seen: Observation = {"graph": self.index.astype(np.int32)[:, None], "device_of_group": state.plan.copy()}
+        if (full := self.full) is not None:
+            seen |= {key: np.stack([full[i][key] for i in self.index.tolist()]) for key in full[0]}
+        seen |= {"candidates": state.table.copy(), "candidate_group": state.group.copy(), "context": state.context.copy()}
+        return seen
 
     @cached_property
-    def batch(self) -> Any:
-        """The episode of this environment: a batch of one."""
-        return self.batch_of(1)
+    def _pool(self) -> ThreadPoolExecutor | None:
+        return ThreadPoolExecutor(self.threads - 1) if self.threads > 1 else None
+
+    def _spread(self, call: Callable[[Rows, int], object], rows: Rows) -> None:
+        """Calls ``call(rows, thread)`` for parts of the rows, which run at the same time."""
+        if self._pool is None or len(rows) < APART:
+            call(rows, 0)
+            return
+        parts = np.array_split(rows, self.threads)
+        others = [self._pool.submit(call, part, number + 1) for number, part in enumerate(parts[1:])]
+        call(parts[0], 0)
+        for other in others:
+            other.result()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
         """Starts an episode.
@@ -171,30 +231,31 @@ class PlacerEnv(NumberedEnv):
         """
         super().reset(seed=seed)
         self._done = True  # until the reset is through
-        self._index = self.batch.index[0] = self.draw_index(self.np_random, options)
-        self.batch.begin(_ONE, [self.np_random], options or {})
+        self.index[0] = self.draw_index(self.np_random, options)
+        self.begin(_ONE, [self.np_random], options or {})
         self._done = False
-        return self._observe(), {"problem": self._index}
+        return self._first(), {"problem": int(self.index[0])}
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Takes an action."""
         rewards = np.zeros(1)
-        closing = self.batch.advance(_ONE, np.array([self._check_action(action)]), rewards)
+        closing = self.advance(_ONE, np.array([self._check_action(action)]), rewards)
         self._done = bool(closing)
-        return self._observe(), float(rewards[0]), self._done, False, closing.get(0, {"problem": self._index})
+        info = closing.get(0, {"problem": int(self.index[0])})
+        return self._first(), float(rewards[0]), self._done, False, info
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Returns bool [number of actions], True where the action is legal; never all False."""
-        masks: NDArray[np.bool_] = self.batch.legal[0].copy()
+        masks: NDArray[np.bool_] = self.state.legal[0].copy()
         return masks
 
     def current_plan(self) -> NDArray[np.int32]:
         """Returns int32 [G], the plan so far; -1 where a group is not placed yet."""
-        plan: NDArray[np.int32] = self.batch.plan[0, : self.instance.problem.num_groups]
+        plan: NDArray[np.int32] = self.state.plan[0, : self.instance.problem.num_groups]
         return plan
 
-    def _observe(self) -> Observation:
-        return {name: values[0] for name, values in self.batch.observe().items()}
+    def _first(self) -> Observation:
+        return {name: values[0] for name, values in self.observe().items()}
 
     def _padded(self, device_of_group: NDArray[np.int32]) -> NDArray[np.int32]:
         """Returns int32 [max_groups], -1 padding: one shape for all problems, also in `info`, which vector environments
@@ -257,25 +318,6 @@ def _problem_list(problems: Any) -> list[Problem | PlacementInstance]:
         if not isinstance(item, (Problem, PlacementInstance)):
             raise InputError(f"problems: expected rlplace problems, found {type(item).__name__}; Problem.load reads a file")
     return chosen
-
-
-def static_context(instance: PlacementInstance) -> list[float]:
-    """Returns the first entries of `context`: devices, groups and memory pressure."""
-    problem = instance.problem
-    return [problem.num_devices / 8.0, float(np.log2(problem.num_groups + 1.0)) / 8.0, memory_pressure(instance)]
-
-
-def context_vector(instance: PlacementInstance, changing: Sequence[float]) -> NDArray[np.float32]:
-    """Returns the `context` of an observation: devices, groups and memory pressure, then what the environment adds, then zeros.
-
-    Args:
-        instance: The instance.
-        changing: The environment's own entries.
-    """
-    static = static_context(instance)
-    values = np.zeros(NUM_CONTEXT, dtype=np.float32)
-    values[: len(static) + len(changing)] = np.clip([*static, *changing], -CLIP, CLIP)
-    return values
 
 
 @cache

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlplace.arrays import Array, buffers, constants
 from rlplace.compiled import entry, inner, stamp_of
 from rlplace.envs import bank as banks
 from rlplace.envs.bank import bank_of, cutter
-from rlplace.envs.base import static_context
 from rlplace.envs.guide.features import CLIP
 from rlplace.envs.instance import PlacementInstance
-from rlplace.envs.observation import NUM_CONTEXT, memory_pressure
+from rlplace.envs.observation import NUM_CONTEXT, memory_pressure, static_context
 
 RUNNING, PLACED, STUCK, ILLEGAL = range(4)
 """Status of an environment; STUCK has no legal device for the next group."""
@@ -58,25 +58,25 @@ COLUMN = ConstructionColumns(*range(NUM_CONSTRUCTION))
 class GroupTables(NamedTuple):
     """Arrays of one instance, see `rlplace.envs.instance.PlacementInstance`."""
 
-    order: Any  # int32 [G]
-    allowed: Any  # bool [G, D]
-    time_s: Any  # float64 [G, D]
-    mean_time_s: Any  # float64 [G]
-    neighbor_ptr: Any  # int64 [G + 1]
-    neighbor: Any  # int32 [.]
-    neighbor_bytes: Any  # float64 [.]
-    seconds_per_byte: Any  # float64 [D, D]
-    latency_s: Any  # float64 [D, D]
-    criticality: Any  # float64 [G]
-    depth: Any  # float64 [G]
-    resident_bytes: Any  # float64 [G]
-    pinned_bytes: Any  # float64 [G]
-    footprint_bytes: Any  # float64 [G]
-    limit_bytes: Any  # float64 [D]
-    made_bytes: Any  # float64 [G]
+    order: Any = Array("int32", "G")
+    allowed: Any = Array("bool", "G D")
+    time_s: Any = Array("float64", "G D")
+    mean_time_s: Any = Array("float64", "G")
+    neighbor_ptr: Any = Array("int64", "G+1")
+    neighbor: Any = Array("int32", ".")
+    neighbor_bytes: Any = Array("float64", ".")
+    seconds_per_byte: Any = Array("float64", "D D")
+    latency_s: Any = Array("float64", "D D")
+    criticality: Any = Array("float64", "G")
+    depth: Any = Array("float64", "G")
+    resident_bytes: Any = Array("float64", "G")
+    pinned_bytes: Any = Array("float64", "G")
+    footprint_bytes: Any = Array("float64", "G")
+    limit_bytes: Any = Array("float64", "D")
+    made_bytes: Any = Array("float64", "G")
 
 
-_tables_of = cutter(GroupTables, allowed=2, time_s=2, seconds_per_byte=2, latency_s=2)
+_tables_of = cutter(GroupTables)
 
 
 class ConstructionBank(NamedTuple):
@@ -94,44 +94,35 @@ class ConstructionBank(NamedTuple):
 class ConstructionState(NamedTuple):
     """Memory and observations of the environments; D and G as in the spaces."""
 
-    instance: Any  # int64 [N]
-    plan: Any  # int32 [N, G], -1 not placed or padding
-    placed: Any  # int64 [N]
-    load_s: Any  # float64 [N, D]
-    pinned_bytes: Any  # float64 [N, D]
-    resident_bytes: Any  # float64 [N, D]
-    footprint_bytes: Any  # float64 [N, D]
-    made_bytes: Any  # float64 [N, D]
-    free_s: Any  # float64 [N, D], when each device is free
-    need_bytes: Any  # float64 [N, D], provable bytes with the next group
-    finish_s: Any  # float64 [N, G], of placed groups
-    next_s: Any  # float64 [N, D], earliest finish of the next group
-    table: Any  # float32 [N, D * F]
-    group: Any  # int32 [N, D]
-    legal: Any  # bool [N, D]
-    context: Any  # float32 [N, 8]
-    overflow: Any  # float64 [N], of an illegal action
-    status: Any  # int8 [N], see RUNNING
+    instance: Any = Array("int64", "N")
+    plan: Any = Array("int32", "N G", -1)  # -1 not placed or padding
+    placed: Any = Array("int64", "N")
+    load_s: Any = Array("float64", "N D")
+    pinned_bytes: Any = Array("float64", "N D")
+    resident_bytes: Any = Array("float64", "N D")
+    footprint_bytes: Any = Array("float64", "N D")
+    made_bytes: Any = Array("float64", "N D")
+    free_s: Any = Array("float64", "N D")  # when each device is free
+    need_bytes: Any = Array("float64", "N D")  # provable bytes with the next group
+    finish_s: Any = Array("float64", "N G")  # of placed groups
+    next_s: Any = Array("float64", "N D")  # earliest finish of the next group
+    table: Any = Array("float32", "N D*F")
+    group: Any = Array("int32", "N D", -1)
+    legal: Any = Array("bool", "N D")
+    context: Any = Array("float32", f"N {NUM_CONTEXT}")
+    overflow: Any = Array("float64", "N")  # of an illegal action
+    status: Any = Array("int8", "N")  # see RUNNING
 
 
 def construction_bank(instances: Sequence[PlacementInstance]) -> ConstructionBank:
     """Returns the constants of instances."""
-    tables = [
-        GroupTables(
-            one.order, one.allowed, one.graph.time_s, one.graph.mean_time_s, one.graph.neighbor_ptr,
-            one.graph.neighbor, one.neighbor_bytes, one.seconds_per_byte, one.latency_s, one.criticality, one.depth,
-            one.problem.resident_bytes.astype(np.float64), one.pinned_bytes, one.footprint_bytes, one.limit_bytes,
-            one.made_bytes,
-        )
-        for one in instances
-    ]  # fmt: skip
     return ConstructionBank(
         np.array([one.allowed.shape for one in instances], dtype=np.int64),
         np.clip([static_context(one) for one in instances], -CLIP, CLIP).astype(np.float32),
         np.array([_static(one) for one in instances]),
         np.array([float(one.made_bytes.sum()) for one in instances]),
         np.array([one.ideal_s for one in instances]),
-        *bank_of(tables),
+        *bank_of([constants(GroupTables, **one.columns()) for one in instances]),
     )
 
 
@@ -145,23 +136,8 @@ def _static(instance: PlacementInstance) -> list[float]:
 
 def construction_state(number: int, groups: int, devices: int) -> ConstructionState:
     """Returns the memory of N environments."""
-    wide = (number, devices)
-    seconds = {name: np.zeros(wide) for name in ("load_s", "free_s", "next_s")}
-    kinds = ("pinned", "resident", "footprint", "made", "need")
-    return ConstructionState(
-        instance=np.zeros(number, dtype=np.int64),
-        plan=np.full((number, groups), -1, dtype=np.int32),
-        placed=np.zeros(number, dtype=np.int64),
-        **seconds,
-        **{f"{kind}_bytes": np.zeros(wide) for kind in kinds},
-        finish_s=np.zeros((number, groups)),
-        table=np.zeros((number, devices * NUM_CONSTRUCTION), dtype=np.float32),
-        group=np.full(wide, -1, dtype=np.int32),
-        legal=np.zeros(wide, dtype=np.bool_),
-        context=np.zeros((number, NUM_CONTEXT), dtype=np.float32),
-        overflow=np.zeros(number),
-        status=np.zeros(number, dtype=np.int8),
-    )
+    state: ConstructionState = buffers(ConstructionState, N=number, G=groups, D=devices, F=NUM_CONSTRUCTION)
+    return state
 
 
 @inner

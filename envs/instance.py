@@ -19,6 +19,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +76,10 @@ class PlacementInstance:
     ideal_s: float
     criticality: NDArray[np.float64]
     depth: NDArray[np.float64]
+
+    def columns(self) -> dict[str, Any]:
+        """Returns the arrays of graph and instance by name, with resident bytes; of those in both, the instance's."""
+        return {**vars(self.graph), **vars(self), "resident_bytes": self.problem.resident_bytes}
 
 
 def make_instance(

@@ -7,6 +7,7 @@ K candidates, F features of each (every environment has its own), G = `max_group
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,6 +77,25 @@ def memory_pressure(instance: PlacementInstance) -> float:
     """Returns the provable bytes of all groups over the memory of all devices; 0 when some device has no limit."""
     capacity = float(instance.limit_bytes.sum())
     return float(instance.pinned_bytes.sum()) / capacity if np.isfinite(capacity) and capacity > 0 else 0.0
+
+
+def static_context(instance: PlacementInstance) -> list[float]:
+    """Returns the first entries of `context`: devices, groups and memory pressure."""
+    problem = instance.problem
+    return [problem.num_devices / 8.0, float(np.log2(problem.num_groups + 1.0)) / 8.0, memory_pressure(instance)]
+
+
+def context_vector(instance: PlacementInstance, changing: Sequence[float]) -> NDArray[np.float32]:
+    """Returns the `context` of an observation: devices, groups and memory pressure, then what the environment adds, then zeros.
+
+    Args:
+        instance: The instance.
+        changing: The environment's own entries.
+    """
+    static = static_context(instance)
+    values = np.zeros(NUM_CONTEXT, dtype=np.float32)
+    values[: len(static) + len(changing)] = np.clip([*static, *changing], -CLIP, CLIP)
+    return values
 
 
 def node_features(instance: PlacementInstance) -> NDArray[np.float32]:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.envs import construction as c
 from rlplace.envs.backends import SimulatedBackend
-from rlplace.envs.base import Common, PlacerEnv, greedy_fit
+from rlplace.envs.base import Common, Infos, PlacerEnv, Rows, greedy_fit
 from rlplace.envs.construction import CONSTRUCTION_FEATURES, NUM_CONSTRUCTION
 from rlplace.envs.instance import FinalReward, PlacementInstance, infeasible_reward, log_ratio
 from rlplace.placement.common.repair import repair
 from rlplace.problem import Problem
-
-if TYPE_CHECKING:
-    from rlplace.envs.batch import PlacementBatch
 
 
 class PlacementEnv(PlacerEnv):
@@ -80,18 +79,46 @@ class PlacementEnv(PlacerEnv):
         self._make_spaces(self.max_devices, NUM_CONSTRUCTION)
         self._repairer = SimulatedBackend()
 
-    def batch_of(self, count: int, threads: int = 1) -> PlacementBatch:
-        """Returns episodes of `count` environments by the rules of this one."""
-        from rlplace.envs.batch import PlacementBatch
+    @cached_property
+    def state(self) -> c.ConstructionState:  # type: ignore[override]
+        """The episodes."""
+        return c.construction_state(self.count, self.max_groups, self.max_devices)
 
-        return PlacementBatch(self, count, threads)
+    @cached_property
+    def _bank(self) -> tuple[Any, ...]:
+        return tuple(c.construction_bank(self.instances))
+
+    def _run(self, rows: Rows, actions: NDArray[np.int64], begin: bool) -> None:
+        bank, state = self._bank, tuple(self.state)
+        self._spread(lambda part, _: c.construct(bank, state, part, actions, begin), rows)
+
+    def begin(self, rows: Rows, random: Sequence[np.random.Generator], options: Mapping[str, Any]) -> None:
+        """Begins episodes, see `PlacerEnv.begin`."""
+        self.state.instance[rows] = self.index[rows]
+        self._run(rows, self.state.instance, True)
+
+    def advance(self, rows: Rows, actions: NDArray[np.int64], rewards: NDArray[np.float64]) -> dict[int, Infos]:
+        """Steps environments, see `PlacerEnv.advance`."""
+        state = self.state
+        self._run(rows, actions, False)
+        closing: dict[int, Infos] = {}
+        for e in rows[state.status[rows] != c.RUNNING].tolist():
+            number = int(self.index[e])
+            if state.status[e] == c.ILLEGAL:
+                overflow = float(state.overflow[e])
+                rewards[e] = infeasible_reward(overflow)
+                closing[e] = {"problem": number, "feasible": False, "illegal": True, "relative_overflow": overflow}
+                continue
+            plan = state.plan[e, : self.instances[number].problem.num_groups]
+            plan[:], rewards[e], closing[e] = self.finish(number, plan, stuck=bool(state.status[e] == c.STUCK))
+        return closing
 
     @property
     def current_group(self) -> int:
         """The group that the next action places."""
-        return int(self.instance.order[min(int(self.batch.state.placed[0]), self.instance.problem.num_groups - 1)])
+        return int(self.instance.order[min(int(self.state.placed[0]), self.instance.problem.num_groups - 1)])
 
-    def finish(self, index: int, plan: NDArray[np.int32], *, stuck: bool) -> tuple[NDArray[np.int32], float, dict[str, Any]]:
+    def finish(self, index: int, plan: NDArray[np.int32], *, stuck: bool) -> tuple[NDArray[np.int32], float, Infos]:
         """Returns the plan at the end of an episode, its reward and its info.
 
         Args:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.envs.base import Common, PlacerEnv, check_moves, greedy_fit
+from rlplace.envs import refinement_kernel as r
+from rlplace.envs.base import Common, Infos, PlacerEnv, Rows, check_moves, greedy_fit
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
 from rlplace.envs.instance import FinalReward, PlacementInstance, infeasible_reward, log_ratio, score
 from rlplace.errors import InputError
@@ -17,9 +19,6 @@ from rlplace.simulator.records import check_devices
 
 STARTS = ("best", "mixed", "greedy")
 KEEPS = ("always", "better")
-
-if TYPE_CHECKING:
-    from rlplace.envs.batch import RefinementBatch
 
 
 class RefinementEnv(PlacerEnv):
@@ -89,22 +88,92 @@ class RefinementEnv(PlacerEnv):
         if keep not in KEEPS:
             raise InputError(f"keep must be one of {', '.join(KEEPS)}, found {keep!r}")
         self.moves, self.max_moves, self._start = moves, max_moves, start
-        self.choosy = keep == "better"
-        self._reward, self.plain = reward, reward is log_ratio
+        self._choosy = keep == "better"
+        self._reward, self._plain = reward, reward is log_ratio
         self._make_spaces(moves, NUM_FEATURES)
 
-    def batch_of(self, count: int, threads: int = 1) -> RefinementBatch:
-        """Returns episodes of `count` environments by the rules of this one."""
-        from rlplace.envs.batch import RefinementBatch
+    @cached_property
+    def state(self) -> r.RefinementState:  # type: ignore[override]
+        """The episodes."""
+        return r.refinement_state(self.count, self.moves, self.max_groups)
 
-        return RefinementBatch(self, count, threads)
+    @cached_property
+    def _bank(self) -> tuple[Any, ...]:
+        return tuple(r.refinement_bank(self.instances))
 
-    def move(self, action: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Returns the groups that an offered move changes and the device each of them goes to, int32 [n] both; none for
-        stop.
+    @cached_property
+    def _scratch(self) -> list[tuple[Any, ...]]:
+        return [tuple(r.scratch_for(self.instances, self.moves)) for _ in range(self.threads)]
+
+    def move(self, action: int, e: int = 0) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Returns the groups that an offered move of an environment changes and the device each of them goes to, int32 [n]
+        both; none for stop.
         """
-        groups, devices = self.batch.move(0, action) if 0 <= action < self.moves else self.batch.move(0, 0)
-        return groups.copy(), devices.copy()
+        state, part = self.state, slice(0)
+        if 0 < action < self.moves and state.group[e, action] >= 0:
+            part = slice(state.ptr[e, action - 1], state.ptr[e, action])
+        return state.groups[e, part].copy(), state.targets[e, part].copy()
+
+    def moved(self, action: int, e: int = 0) -> NDArray[np.int32]:
+        """Returns int32 [G], the plan of an environment after an offered move."""
+        plan: NDArray[np.int32] = self.state.plan[e, : self.instances[self.index[e]].problem.num_groups].copy()
+        groups, devices = self.move(action, e)
+        plan[groups] = devices
+        return plan
+
+    def begin(self, rows: Rows, random: Sequence[np.random.Generator], options: Mapping[str, Any]) -> None:
+        """Begins episodes, see `PlacerEnv.begin`."""
+        state = self.state
+        still = np.zeros(self.count, dtype=np.int64)
+        for e in rows.tolist():
+            instance = self.instances[self.index[e]]
+            state.instance[e] = self.index[e]
+            state.random[e] = random[e].integers(1 << 64, dtype=np.uint64)
+            groups, row = instance.problem.num_groups, np.array([e])
+            state.plan[e, groups:] = state.best_plan[e, groups:] = -1
+            state.plan[e, :groups], moves = self.starting_plan(instance, random[e], options.get("plan"))
+            for _ in range(moves):
+                self._run(row, still, r.LOOK)
+                legal = np.flatnonzero(state.legal[e])
+                state.plan[e, :groups] = self.moved(int(legal[random[e].integers(len(legal))]), e)
+            if not self.simulates:
+                self._measure(e, state.plan[e, :groups])
+        if self.simulates:
+            self.backend.calls += len(rows)
+        state.left[rows] = self.max_moves
+        self._run(rows, still, r.BEGIN)
+
+    def advance(self, rows: Rows, actions: NDArray[np.int64], rewards: NDArray[np.float64]) -> dict[int, Infos]:
+        """Steps environments, see `PlacerEnv.advance`."""
+        state = self.state
+        before = state.best_s.copy(), state.best_overflow.copy()
+        makes = rows[(actions[rows] > 0) & state.legal[rows, actions[rows]]]
+        if self.simulates:
+            self.backend.calls += len(makes)
+        else:
+            for e in makes.tolist():
+                self._measure(e, self.moved(int(actions[e]), e))
+        self._run(rows, actions, r.STEP)
+        rewards[rows] = state.reward[rows]
+        if not self._plain:
+            for e in rows[(state.status[rows] != r.ILLEGAL) & (state.reward[rows] > 0)].tolist():
+                was, now = (before[0][e], before[1][e]), (state.best_s[e], state.best_overflow[e])
+                rewards[e] = self.gain(self.instances[self.index[e]], was, now)
+        closing = {}
+        for e in rows[state.status[rows] != r.RUNNING].tolist():
+            plan = state.best_plan[e, : self.instances[self.index[e]].problem.num_groups]
+            info = self.closing_info(int(self.index[e]), state.best_s[e], state.best_overflow[e], plan)
+            closing[e] = {**info, "illegal": bool(state.status[e] == r.ILLEGAL)}
+        return closing
+
+    def _run(self, rows: Rows, actions: NDArray[np.int64], mode: int) -> None:
+        bank, scratch, state, most, choosy = self._bank, self._scratch, tuple(self.state), self.max_moves, self._choosy
+        self._spread(lambda part, n: r.refine(bank, scratch[n], state, part, actions, most, mode, choosy), rows)
+
+    def _measure(self, e: int, plan: NDArray[np.int32]) -> None:
+        """Evaluates the plan of an environment by a backend other than the simulator."""
+        found = self.backend.evaluate(self.instances[self.index[e]], plan)
+        self.state.measured[e] = found.step_time_s, found.relative_overflow
 
     def move_scores(self) -> NDArray[np.float64]:
         """Returns float64 [K], how much each legal move would lower the score (stop: 0; others -inf).
@@ -114,9 +183,9 @@ class RefinementEnv(PlacerEnv):
         gains = np.full(self.moves, -np.inf)
         gains[0] = 0.0
         which = np.flatnonzero(self.action_masks()[1:]) + 1
-        plans = [self.batch.moved(0, int(action)) for action in which]
+        plans = [self.moved(int(action)) for action in which]
         results = [self.backend.evaluate(self.instance, plan) for plan in plans]
-        score_now = float(self.batch.state.score[0])
+        score_now = float(self.state.score[0])
         for action, found in zip(which, results, strict=True):
             gains[action] = score_now - score(found.step_time_s, found.relative_overflow, self.instance.reference_step_time_s)
         return gains

@@ -1,22 +1,24 @@
 """Steps of many refinement environments in one compiled call: simulation, analysis, moves and their features.
 
-Axes: I instances, N environments, K moves with stop, F features, G = `max_groups`, D = `max_devices`, R room of a draw.
+Axes: I instances, N environments, K moves with stop, L without, F features, G = `max_groups`, R room
+of a draw.
 """
 
 # Compiled functions take their types from their arguments.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlplace.arrays import Array, buffers
 from rlplace.compiled import entry, inner, stamp_of
 from rlplace.envs import bank as banks
 from rlplace.envs import instance as instances_of
 from rlplace.envs.bank import bank_of, cutter
-from rlplace.envs.base import static_context
 from rlplace.envs.guide import analysis, draw, features, guide, records
 from rlplace.envs.guide.analysis import analyse
 from rlplace.envs.guide.draw import draw_moves
@@ -25,7 +27,7 @@ from rlplace.envs.guide.guide import ROOM
 from rlplace.envs.guide.records import BUSIEST, WORK, AnalysisTables, View, analysis_tables, make_view
 from rlplace.envs.guide.records import STEP as STEP_S
 from rlplace.envs.instance import SHORTEST_S, UNFIT, PlacementInstance
-from rlplace.envs.observation import NUM_CONTEXT
+from rlplace.envs.observation import NUM_CONTEXT, static_context
 from rlplace.placement.common import evaluate as objective
 from rlplace.placement.common import movekernels
 from rlplace.placement.common.evaluate import UNFIT_S, objective_s
@@ -40,17 +42,7 @@ STEP, BEGIN, LOOK = range(3)
 """Modes of `refine`."""
 
 
-class DefaultRanks(NamedTuple):
-    """The default order of tasks."""
-
-    ranks: Any  # uint32 [2, K], rank of every task and task of every rank
-
-
-_graph_of = cutter(r.Graph, time_s=2, table_s=3)
-_ranks_of = cutter(DefaultRanks, ranks=2)
-_tables_of = cutter(AnalysisTables, group_s=2, latency=2, inverse=2)
-_work_of = cutter(r.Work, ready=2, time_s=2)
-_view_of = cutter(View, saved=2, idle=2, clash=3, crowd=2, shared=2, free_bins=2, critical_bins=3)
+_graph_of, _tables_of, _work_of, _view_of = map(cutter, (r.Graph, AnalysisTables, r.Work, View))
 
 
 class RefinementBank(NamedTuple):
@@ -62,8 +54,6 @@ class RefinementBank(NamedTuple):
     reference_s: Any  # float64 [I]
     graph: Any  # bank of `Graph`
     graph_layout: Any
-    ranks: Any  # bank of `DefaultRanks`
-    ranks_layout: Any
     tables: Any  # bank of `AnalysisTables`
     tables_layout: Any
 
@@ -87,34 +77,33 @@ class Scratch(NamedTuple):
 class RefinementState(NamedTuple):
     """Memory and observations of the environments."""
 
-    instance: Any  # int64 [N]
-    random: Any  # uint64 [N]
-    plan: Any  # int32 [N, G], -1 padding
-    best_plan: Any  # int32 [N, G]
-    best_s: Any  # float64 [N], step time of the best plan
-    best_overflow: Any  # float64 [N]
-    score: Any  # float64 [N]
-    best_score: Any  # float64 [N]
-    left: Any  # int64 [N], moves left
-    ptr: Any  # int64 [N, K]
-    groups: Any  # int32 [N, R]
-    targets: Any  # int32 [N, R]
-    kinds: Any  # int8 [N, K - 1]
-    table: Any  # float32 [N, K * F]
-    first: Any  # int32 [N, K], the first group of each move
-    legal: Any  # bool [N, K]
-    context: Any  # float32 [N, 8]
-    reward: Any  # float64 [N]
-    status: Any  # int8 [N], see RUNNING
-    loads_s: Any  # float64 [N], the largest load of a device
-    measured: Any  # float64 [N, 2], step time and overflow of the plan by another backend than the simulator; NaN: simulated
+    instance: Any = Array("int64", "N")
+    random: Any = Array("uint64", "N")
+    plan: Any = Array("int32", "N G", -1)  # -1 padding
+    best_plan: Any = Array("int32", "N G", -1)
+    best_s: Any = Array("float64", "N")  # step time of the best plan
+    best_overflow: Any = Array("float64", "N")
+    score: Any = Array("float64", "N")
+    best_score: Any = Array("float64", "N")
+    left: Any = Array("int64", "N")  # moves left
+    ptr: Any = Array("int64", "N K")
+    groups: Any = Array("int32", "N R")
+    targets: Any = Array("int32", "N R")
+    kinds: Any = Array("int8", "N L")
+    table: Any = Array("float32", "N K*F")
+    group: Any = Array("int32", "N K", -1)  # the first group of each move
+    legal: Any = Array("bool", "N K")
+    context: Any = Array("float32", f"N {NUM_CONTEXT}")
+    reward: Any = Array("float64", "N")
+    status: Any = Array("int8", "N")  # see RUNNING
+    loads_s: Any = Array("float64", "N")  # the largest load of a device
+    measured: Any = Array("float64", "N 2", math.nan)  # step time and overflow of the plan by another backend, if any
 
 
 class InstanceParts(NamedTuple):
     """One instance, cut out of the bank and of a thread's buffers: the records as plain tuples."""
 
     graph: Any
-    ranks: Any
     work: Any
     tables: Any
     analysis: Any
@@ -122,14 +111,12 @@ class InstanceParts(NamedTuple):
 
 def refinement_bank(instances: Sequence[PlacementInstance]) -> RefinementBank:
     """Returns the constants of instances."""
-    lowered = [lower(instance.problem) for instance in instances]
     return RefinementBank(
         np.array([instance.allowed.shape for instance in instances], dtype=np.int64),
         np.clip([static_context(instance) for instance in instances], -CLIP, CLIP).astype(np.float32),
         np.array([instance.ideal_s for instance in instances]),
         np.array([instance.reference_step_time_s for instance in instances]),
-        *bank_of([one.graph for one in lowered]),
-        *bank_of([DefaultRanks(one.ranks) for one in lowered]),
+        *bank_of([lower(instance.problem).graph for instance in instances]),
         *bank_of([analysis_tables(instance) for instance in instances]),
     )
 
@@ -152,27 +139,9 @@ def scratch_for(instances: Sequence[PlacementInstance], moves: int) -> Scratch:
 
 def refinement_state(number: int, moves: int, groups: int) -> RefinementState:
     """Returns the memory of N environments."""
-    plan, best_plan = np.full((2, number, groups), -1, dtype=np.int32)
-    drawn, targets = np.zeros((2, number, max(ROOM, 4 * groups)), dtype=np.int32)
-    seconds = ("best_s", "best_overflow", "score", "best_score", "reward", "loads_s")
-    return RefinementState(
-        instance=np.zeros(number, dtype=np.int64),
-        random=np.zeros(number, dtype=np.uint64),
-        plan=plan,
-        best_plan=best_plan,
-        left=np.zeros(number, dtype=np.int64),
-        ptr=np.zeros((number, moves), dtype=np.int64),
-        groups=drawn,
-        targets=targets,
-        kinds=np.zeros((number, moves - 1), dtype=np.int8),
-        table=np.zeros((number, moves * NUM_FEATURES), dtype=np.float32),
-        first=np.full((number, moves), -1, dtype=np.int32),
-        legal=np.zeros((number, moves), dtype=np.bool_),
-        context=np.zeros((number, NUM_CONTEXT), dtype=np.float32),
-        status=np.zeros(number, dtype=np.int8),
-        measured=np.full((number, 2), np.nan),
-        **{name: np.zeros(number) for name in seconds},
-    )
+    sizes = {"G": groups, "K": moves, "L": moves - 1, "F": NUM_FEATURES, "R": max(ROOM, 4 * groups)}
+    state: RefinementState = buffers(RefinementState, N=number, **sizes)
+    return state
 
 
 _objective_s = inner(objective_s)
@@ -190,20 +159,20 @@ def _score(step_s, overflow, reference_s):
 @inner
 def _withdraw(s, e, choice):
     s.table[e, choice * NUM_FEATURES : (choice + 1) * NUM_FEATURES] = 0.0
-    s.first[e, choice], s.legal[e, choice] = -1, False
+    s.group[e, choice], s.legal[e, choice] = -1, False
 
 
 @inner
 def _clear(s, e):
     s.table[e, :] = 0.0
-    s.first[e, :] = -1
+    s.group[e, :] = -1
     s.legal[e, :] = False
     s.legal[e, 0] = True
 
 
 @inner
 def _show(b, s, e, most_moves):
-    """Fills the context of an environment; see `rlplace.envs.base.context_vector`."""
+    """Fills the context of an environment; see `rlplace.envs.observation.context_vector`."""
     i, row = s.instance[e], s.context[e]
     row[:3] = b.context[i]
     row[3] = min(max(s.left[e] / most_moves, -CLIP), CLIP)
@@ -220,7 +189,8 @@ def _simulate(t, s, e, parts, groups, devices):
         row[g] = plan[g]
     peak, busy_s = t.peak[:devices].reshape((1, devices)), t.busy_s[:devices].reshape((1, devices))
     rows = row.reshape((1, groups))
-    return simulate_plans(parts.graph, parts.work, parts.ranks[0], none, rows, (t.outcome, t.step_s, peak, busy_s))
+    ranks = AnalysisTables(*parts.tables).ranks
+    return simulate_plans(parts.graph, parts.work, ranks, none, rows, (t.outcome, t.step_s, peak, busy_s))
 
 
 @inner
@@ -242,8 +212,8 @@ def _blind(facts, view, plan, reference_s):
         cube[:] = 0.0
     v.before[:] = 0
     for g in range(len(plan)):
-        v.load[plan[g]] += f.group_s[g, plan[g]]
-        v.pinned[plan[g]] += f.pinned[g]
+        v.load[plan[g]] += f.time_s[g, plan[g]]
+        v.pinned[plan[g]] += f.pinned_bytes[g]
     v.peak[:] = v.pinned
     v.tightness[:] = 1.0
     v.part[:] = 1.0
@@ -283,7 +253,7 @@ def _offer(t, s, e, parts, groups):
     table = s.table[e].reshape((moves, NUM_FEATURES))
     for m in range(count):
         table[m + 1] = t.table[m]
-        s.first[e, m + 1] = s.groups[e, s.ptr[e, m]]
+        s.group[e, m + 1] = s.groups[e, s.ptr[e, m]]
         s.legal[e, m + 1] = t.table[m, COLUMN.pinned_target] <= np.float32(fullest)
 
 
@@ -323,7 +293,6 @@ def _compile(stamp):
                     s.plan[e, s.groups[e, m]] = s.targets[e, m]
             parts = InstanceParts(
                 _graph_of(b.graph, b.graph_layout, i),
-                _ranks_of(b.ranks, b.ranks_layout, i),
                 _work_of(t.work, t.work_layout, i),
                 _tables_of(b.tables, b.tables_layout, i),
                 _view_of(t.analysis, t.analysis_layout, i),

@@ -1,4 +1,4 @@
-"""Vector environments: seeds, autoreset and infos as in `gymnasium.vector.SyncVectorEnv`, episodes of a `Batch`."""
+"""Vector environments: seeds, autoreset and infos as in `gymnasium.vector.SyncVectorEnv`, episodes of a `PlacerEnv`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from rlplace.envs.base import Observation, PlacerEnv
-from rlplace.envs.batch import Batch, Infos
+from rlplace.envs.base import Infos, Observation, PlacerEnv
 from rlplace.envs.instance import PlacementInstance
 from rlplace.envs.placement import PlacementEnv
 from rlplace.envs.refinement import RefinementEnv
@@ -26,8 +25,7 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
     Everything that N single environments of `gymnasium.vector.SyncVectorEnv` return is returned, bit for bit, but rendering.
 
     Attributes:
-        single: A single environment of the same arguments: spaces, instances, rules.
-        batch: The episodes.
+        single: The environment that holds the N episodes.
     """
 
     kind: type[PlacerEnv]
@@ -69,7 +67,7 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
         self._taken = np.zeros(num_envs, dtype=np.int64)
         self._over = np.ones(num_envs, dtype=bool)  # no episode has begun
         self._random = [seeding.np_random(None) for _ in range(num_envs)]
-        self.batch: Batch = single.batch_of(num_envs, threads)
+        single.hold(num_envs, threads)
 
     @property
     def instances(self) -> Sequence[PlacementInstance]:
@@ -104,7 +102,7 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
             if seeds[e] is not None:
                 self._random[e] = seeding.np_random(seeds[e])
         self._restart(rows, options)
-        return self.batch.observe(), self._numbers(mask)
+        return self.single.observe(), self._numbers(mask)
 
     def step(self, actions: NDArray[np.int64]) -> tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], Infos]:
         """Returns one step of every environment; the autoreset mode says what becomes of those whose episode is over."""
@@ -118,7 +116,7 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
             raise RuntimeError(f"the episodes of environments {begin.tolist()} are over; call reset()")
         rows = np.flatnonzero(~self._over)
         rewards, terminated = np.zeros(self.num_envs), np.zeros(self.num_envs, dtype=bool)
-        closing = self.batch.advance(rows, chosen.astype(np.int64), rewards)
+        closing = self.single.advance(rows, chosen.astype(np.int64), rewards)
         terminated[list(closing)] = True
         self._taken[rows] += 1
         truncated = ~self._over & (self._taken >= self._limit)
@@ -127,22 +125,22 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
         over = terminated | truncated
         infos = self._numbers(np.ones(self.num_envs, dtype=bool))
         if mode is AutoresetMode.SAME_STEP and over.any():
-            last, numbers = self.batch.observe(), self.batch.index.copy()
+            last, numbers = self.single.observe(), self.single.index.copy()
             for e in np.flatnonzero(over).tolist():
                 final = {"problem": int(numbers[e]), **closing.get(e, {})}
                 seen = {name: values[e] for name, values in last.items()}
                 infos = self._add_info(infos, {"final_obs": seen, "final_info": final}, e)
             self._restart(np.flatnonzero(over), {})
-            infos["problem"] = self.batch.index.copy()
+            infos["problem"] = self.single.index.copy()
         else:
             for e, info in closing.items():
                 infos = self._add_info(infos, info, e)
             self._over = over
-        return self.batch.observe(), rewards, terminated, truncated, infos
+        return self.single.observe(), rewards, terminated, truncated, infos
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Returns bool [N, actions], True where an action is legal; never all False in a row."""
-        return self.batch.legal.copy()
+        return self.single.state.legal.copy()
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Returns the rows of a method of the environments, such as ``action_masks``."""
@@ -151,23 +149,23 @@ class PlacerVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """Returns an attribute of each environment; all have the same but for the method ``action_masks``."""
         if name == "action_masks":
-            return tuple(lambda e=e: self.batch.legal[e].copy() for e in range(self.num_envs))
+            return tuple(lambda e=e: self.single.state.legal[e].copy() for e in range(self.num_envs))
         return (getattr(self if hasattr(self, name) else self.single, name),) * self.num_envs
 
     def _restart(self, rows: NDArray[np.int64], options: dict[str, Any]) -> None:
         """Begins the episodes of some environments."""
         for e in rows.tolist():
-            self.batch.index[e] = self.single.draw_index(self._random[e][0], options)
+            self.single.index[e] = self.single.draw_index(self._random[e][0], options)
         self._over[rows], self._taken[rows] = False, 0
-        self.batch.begin(rows, self.np_random, options)
+        self.single.begin(rows, self.np_random, options)
 
     def _numbers(self, mask: NDArray[np.bool_]) -> Infos:
         """Returns the entries of every info: the number of the problem."""
-        return {"problem": np.where(mask, self.batch.index, 0), "_problem": mask.copy()}
+        return {"problem": np.where(mask, self.single.index, 0), "_problem": mask.copy()}
 
     def close_extras(self, **_: Any) -> None:
         """Ends the threads."""
-        self.batch.close()
+        self.single.close()
 
 
 class PlacementVectorEnv(PlacerVectorEnv):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Rooms from the bottom up, on the way of the data. A room may import rooms of a lower line and itself; rooms of one line do not
 # know each other. Rooms with a dot are parts of a larger one.
 ORDER = """
-errors limits text memoized stats interrupts budget
+errors limits text memoized stats interrupts budget arrays
 files records plugins
 lines
 compiled

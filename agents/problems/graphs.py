@@ -10,9 +10,9 @@ kind has; in validation 11 and 13 devices, so that nothing is tuned on what is u
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.random import Generator
@@ -96,84 +96,61 @@ Recipe = tuple[str, int, int]
 """MODEL, batch and sequence length."""
 
 
-def _pick(rng: Generator, *values: int) -> int:
-    return int(rng.choice(values))
+class Family(NamedTuple):
+    """Models of one kind: what is drawn for each, and how many of 24 are of it.
+
+    Attributes:
+        share: Number of 24 variants.
+        settings: Values of the settings of the model, one of which is drawn for each.
+        batches: Batch sizes.
+        lengths: Lengths of sequences.
+        more: Further settings, which follow from the width: ``{heads}`` of 64 each, and four times the width, ``{wide}``.
+    """
+
+    share: int
+    settings: Mapping[str, Sequence[int | str]]
+    batches: Sequence[int]
+    lengths: Sequence[int] = (64,)
+    more: str = ""
+
+    def draw(self, name: str, rng: Generator) -> Recipe:
+        """Draws a model of the family of this name."""
+        *values, batch, seq = (
+            some[int(rng.integers(len(some)))] for some in (*self.settings.values(), self.batches, self.lengths)
+        )
+        drawn = dict(zip(self.settings, values, strict=True))
+        width = next((int(value) for key, value in drawn.items() if key in ("width", "n_embd", "hidden_size")), 0)
+        more = self.more.format(heads=width // 64, wide=4 * width)
+        return ",".join([name, *(f"{key}={value}" for key, value in drawn.items())]) + more, int(batch), int(seq)
 
 
-def _inception(rng: Generator) -> Recipe:
-    blocks, width, branches = _pick(rng, 2, 3, 4, 6, 9), _pick(rng, 32, 64, 96), _pick(rng, 4, 6, 8)
-    return f"zoo:inception,blocks={blocks},width={width},branches={branches}", _pick(rng, 4, 8, 16, 32), 64
+_HEADS = ",num_attention_heads={heads},intermediate_size={wide}"
 
-
-def _lstm(rng: Generator) -> Recipe:
-    return (
-        f"zoo:lstm,layers={_pick(rng, 2, 4, 6, 8)},width={_pick(rng, 512, 1024, 2048)}",
-        _pick(rng, 16, 64),
-        _pick(rng, 32, 64),
-    )
-
-
-def _transformer(rng: Generator) -> Recipe:
-    layers, width = _pick(rng, 2, 3, 4, 6), _pick(rng, 256, 512, 1024)
-    return f"zoo:transformer,layers={layers},width={width},feedforward={4 * width}", _pick(rng, 8, 32), _pick(rng, 64, 128, 256)
-
-
-def _moe_toy(rng: Generator) -> Recipe:
-    layers, experts, width = _pick(rng, 2, 3, 4, 6), _pick(rng, 4, 6, 8, 12), _pick(rng, 256, 512, 1024)
-    return f"zoo:moe_toy,layers={layers},experts={experts},width={width}", _pick(rng, 1024, 4096, 8192), 64
-
-
-def _mlp(rng: Generator) -> Recipe:
-    return f"zoo:mlp,layers={_pick(rng, 6, 8, 12, 16)},width={_pick(rng, 1024, 2048, 4096)}", _pick(rng, 512, 4096), 64
-
-
-def _gpt2(rng: Generator) -> Recipe:
-    layers, width = _pick(rng, 2, 3, 4, 6, 8), _pick(rng, 256, 512, 768, 1024)
-    return f"hf:gpt2,n_layer={layers},n_embd={width},n_head={width // 64}", _pick(rng, 2, 4, 8), _pick(rng, 128, 256, 512)
-
-
-def _bert(rng: Generator) -> Recipe:
-    layers, width = _pick(rng, 2, 4, 6, 8), _pick(rng, 256, 512, 768, 1024)
-    sizes = f"hidden_size={width},num_attention_heads={width // 64},intermediate_size={4 * width}"
-    return f"hf:bert,num_hidden_layers={layers},{sizes}", _pick(rng, 2, 4, 8), _pick(rng, 128, 256, 512)
-
-
-def _vit(rng: Generator) -> Recipe:
-    layers, width = _pick(rng, 3, 4, 6, 8), _pick(rng, 384, 768, 1024)
-    sizes = f"hidden_size={width},num_attention_heads={width // 64},intermediate_size={4 * width}"
-    return f"hf:vit,num_hidden_layers={layers},{sizes}", _pick(rng, 4, 8, 16), 64
-
-
-def _resnet(rng: Generator) -> Recipe:
-    depths = ("2/2/2/2", "3/4/6/3", "3/4/9/3")[int(rng.integers(3))]
-    return f"hf:resnet,depths={depths}", _pick(rng, 4, 8, 16, 32), 64
-
-
-FAMILIES: dict[str, Callable[[Generator], Recipe]] = {
-    "zoo:inception": _inception,
-    "zoo:lstm": _lstm,
-    "zoo:transformer": _transformer,
-    "zoo:moe_toy": _moe_toy,
-    "zoo:mlp": _mlp,
-    "hf:gpt2": _gpt2,
-    "hf:bert": _bert,
-    "hf:vit": _vit,
-    "hf:resnet": _resnet,
+FAMILIES: dict[str, Family] = {
+    "zoo:inception": Family(5, {"blocks": (2, 3, 4, 6, 9), "width": (32, 64, 96), "branches": (4, 6, 8)}, (4, 8, 16, 32)),
+    "zoo:lstm": Family(2, {"layers": (2, 4, 6, 8), "width": (512, 1024, 2048)}, (16, 64), (32, 64)),
+    "zoo:transformer": Family(
+        3, {"layers": (2, 3, 4, 6), "width": (256, 512, 1024)}, (8, 32), (64, 128, 256), ",feedforward={wide}"
+    ),
+    "zoo:moe_toy": Family(4, {"layers": (2, 3, 4, 6), "experts": (4, 6, 8, 12), "width": (256, 512, 1024)}, (1024, 4096, 8192)),
+    "zoo:mlp": Family(1, {"layers": (6, 8, 12, 16), "width": (1024, 2048, 4096)}, (512, 4096)),
+    "hf:gpt2": Family(
+        3, {"n_layer": (2, 3, 4, 6, 8), "n_embd": (256, 512, 768, 1024)}, (2, 4, 8), (128, 256, 512), ",n_head={heads}"
+    ),
+    "hf:bert": Family(
+        2, {"num_hidden_layers": (2, 4, 6, 8), "hidden_size": (256, 512, 768, 1024)}, (2, 4, 8), (128, 256, 512), _HEADS
+    ),
+    "hf:vit": Family(2, {"num_hidden_layers": (3, 4, 6, 8), "hidden_size": (384, 768, 1024)}, (4, 8, 16), more=_HEADS),
+    "hf:resnet": Family(2, {"depths": ("2/2/2/2", "3/4/6/3", "3/4/9/3")}, (4, 8, 16, 32)),
 }
-"""Families of captured models that training sees, with a draw of depth, width and batch."""
-
-FAMILY_SHARES = {
-    "zoo:inception": 5, "zoo:moe_toy": 4, "zoo:transformer": 3, "zoo:lstm": 2, "zoo:mlp": 1, "hf:gpt2": 3, "hf:bert": 2,
-    "hf:vit": 2, "hf:resnet": 2,
-}  # fmt: skip
-"""How many of 24 variants belong to each family."""
+"""Families of captured models that training sees."""
 
 
 def variant(families: tuple[str, ...], seed: int, slot: int) -> tuple[str, Recipe]:
     """Returns family and recipe of a numbered variant; families take turns by their shares."""
-    turns = [name for name in families for _ in range(FAMILY_SHARES[name])]
+    turns = [name for name in families for _ in range(FAMILIES[name].share)]
     family = turns[slot % len(turns)]
-    return family, FAMILIES[family](np.random.default_rng([seed, slot, 1]))
+    return family, FAMILIES[family].draw(family, np.random.default_rng([seed, slot, 1]))
 
 
 def priced(recipe: Recipe, cluster: Cluster | str, groups: int, *, on: str) -> Problem:

@@ -51,8 +51,8 @@ def _totals(f, v, plan, s):
     v.channel[:] = 0.0
     v.total[:] = 0.0
     for g in range(len(plan)):
-        v.load[plan[g]] += f.group_s[g, plan[g]]
-        v.pinned[plan[g]] += f.pinned[g]
+        v.load[plan[g]] += f.time_s[g, plan[g]]
+        v.pinned[plan[g]] += f.pinned_bytes[g]
     for d in range(devices):
         v.peak[d] = s.peak_bytes[d]
         v.total[WORK] += v.load[d]
@@ -72,10 +72,10 @@ def _totals(f, v, plan, s):
 def _slack(f, v, plan, s, by_start):
     # Fields of a tuple cost reference counts wherever they are read, so those that loops read are taken out once.
     devices, start, end, step = len(v.load), s.start_s, s.end_s, s.step_s
-    task_group, output_ptr, outputs = f.task_group, f.output_ptr, f.outputs
+    task_group, output_ptr, outputs = f.op_group, f.output_ptr, f.outputs
     consumer_ptr, consumers = f.consumer_ptr, f.consumers
     edge_of, input_ptr, inputs, producer_ptr, producers = f.edge_of, f.input_ptr, f.inputs, f.producer_ptr, f.producers
-    arrival, latest_end, before, owner = v.arrival, v.late, v.before, f.owner
+    arrival, latest_end, before, owner = v.arrival, v.late, v.before, f.tensor_owner
     tight, wait, queue, hurried, gap, margin, least = v.tightness, v.wait, v.queue, v.hurried, v.gap, v.margin, v.slack
     following = np.full(devices, step)
     tight[:] = 0.0
@@ -162,7 +162,7 @@ def _chain(f, v, plan, s, final):
     idlest = np.argsort(v.load)
     t = final
     for _ in range(2 * len(start)):
-        g = f.task_group[t]
+        g = f.op_group[t]
         d = plan[g]
         v.chain[g] += end[t] - start[t]
         v.total[CHAIN_WORK] += end[t] - start[t]
@@ -179,7 +179,7 @@ def _chain(f, v, plan, s, final):
         previous = v.before[t]
         if previous >= 0 and end[previous] >= start[t] and start[t] > ready:
             v.total[CHAIN_WAIT] += start[t] - ready
-            other = f.task_group[previous]
+            other = f.op_group[previous]
             if other != g:
                 v.blocked[g] += start[t] - ready
                 v.blocked[other] += start[t] - ready
@@ -190,9 +190,9 @@ def _chain(f, v, plan, s, final):
                         v.saved[g, idlest[i]] += start[t] - ready
                         v.saved[other, idlest[i]] += start[t] - ready
             t = previous
-        elif through >= 0 and (cause >= 0 or f.owner[through] >= 0):
+        elif through >= 0 and (cause >= 0 or f.tensor_owner[through] >= 0):
             # A parameter of another device is sent when the step begins; nothing came before it.
-            source = f.task_group[cause] if cause >= 0 else f.owner[through]
+            source = f.op_group[cause] if cause >= 0 else f.tensor_owner[through]
             if plan[source] != d:
                 delay = max(ready - (end[cause] if cause >= 0 else 0.0), 0.0)
                 v.total[CHAIN_SENT] += delay
@@ -220,10 +220,10 @@ def _fill_windows(f, v, plan, s):
     v.crowd[:] = 0.0
     v.urgent[:] = 0.0
     for t in range(len(start)):
-        d = plan[f.task_group[t]]
+        d = plan[f.op_group[t]]
         slack = v.late[t] - end[t]
         critical = (tightness(slack, step, TIGHT), tightness(slack, step, STRICT))
-        v.urgent[f.task_group[t]] += (end[t] - start[t]) * critical[STRICT]
+        v.urgent[f.op_group[t]] += (end[t] - start[t]) * critical[STRICT]
         low, high = min(int(start[t] / width), BINS - 1), min(int(end[t] / width), BINS - 1)
         for b in range(low, high + 1):
             share = max(min(end[t], (b + 1) * width) - max(start[t], b * width), 0.0) / width
@@ -231,7 +231,7 @@ def _fill_windows(f, v, plan, s):
             for way in range(2):
                 v.critical_bins[way, d, b] += share * critical[way]
     for t in range(len(start)):
-        g = f.task_group[t]
+        g = f.op_group[t]
         low, high = min(int(start[t] / width), BINS - 1), min(int(end[t] / width), BINS - 1)
         share = (end[t] - start[t]) / (high - low + 1)
         for d in range(devices):
@@ -240,7 +240,7 @@ def _fill_windows(f, v, plan, s):
                 for way in range(2):
                     v.clash[way, g, d] += share * v.critical_bins[way, d, b]
     for g in range(len(plan)):
-        own = f.group_s[g, plan[g]]
+        own = f.time_s[g, plan[g]]
         for d in range(devices):
             v.idle[g, d] = v.idle[g, d] / own if own > 0 else 0.0
             for way in range(2):
@@ -287,7 +287,7 @@ def _compile(stamp):
         final = 0
         for i in range(len(end)):
             t = by_start[i]
-            d = plan[f.task_group[t]]
+            d = plan[f.op_group[t]]
             last[t] = latest[d]
             latest[d] = t
             if end[t] > end[final]:

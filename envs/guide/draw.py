@@ -197,7 +197,7 @@ def _compile(stamp):
         f, v, m = AnalysisTables(*facts), View(*view), MoveSet(*moves)
         # Fields of a tuple cost reference counts wherever they are read, so those that loops read are taken out once.
         ptr, kinds = m.ptr, m.kinds
-        num_groups, devices = f.group_s.shape
+        num_groups, devices = f.time_s.shape
         wanted = len(ptr) - 1
         ptr[0] = 0
         if devices < 2:
@@ -205,8 +205,8 @@ def _compile(stamp):
         on_chain = np.cumsum(v.saved.ravel())
         tight = np.cumsum(v.tightness * v.tightness + v.wait / max(v.total[STEP], 1e-30) + 1e-3)
         w = _Drawing(
-            f.group_s, f.mean_s, f.order, f.position, f.neighbor_ptr, f.neighbor, v.load, m.groups, m.targets, plan, state,
-            np.zeros(num_groups, dtype=np.bool_),
+            f.time_s, f.mean_time_s, f.depth_first_order, f.position, f.neighbor_ptr, f.neighbor, v.load, m.groups, m.targets,
+            plan, state, np.zeros(num_groups, dtype=np.bool_),
         )  # fmt: skip
         drawn, tries = 0, 0
         while drawn < wanted and tries < 3 * wanted:

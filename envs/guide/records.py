@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.arrays import Array, buffers, constants
 from rlplace.envs.instance import PlacementInstance
-from rlplace.placement.common.groupgraph import GroupGraph, finite_links
+from rlplace.placement.common.groupgraph import GroupGraph
 from rlplace.placement.common.oparrays import op_arrays
 from rlplace.problem import Problem
-from rlplace.problem.order import grouped
-from rlplace.simulator.lowering import frozen_array
+from rlplace.simulator.lowering import lower
 
 BINS = 64
 """Parts that the step is divided into."""
@@ -30,78 +30,80 @@ STEP, BUSIEST, WORK, CHANNEL, CHAIN_WORK, CHAIN_WAIT, CHAIN_SENT, OVERFLOW = ran
 class AnalysisTables(NamedTuple):
     """Constants of an instance."""
 
-    group_s: Any  # float64 [G, D], work of each group on each device; inf where it may not sit
-    mean_s: Any  # float64 [G], its mean
-    task_group: Any  # int32 [K]
-    input_ptr: Any  # int64 [K + 1]
-    inputs: Any  # int32, values that each task reads
-    output_ptr: Any  # int64 [K + 1]
-    outputs: Any  # int32, values that each task makes
-    producer_ptr: Any  # int64 [V + 1]
-    producers: Any  # int32, tasks
-    consumer_ptr: Any  # int64 [V + 1]
-    consumers: Any  # int32, tasks
-    owner: Any  # int32 [V], group that owns a value without producer, -1 for others
-    edge_of: Any  # int32, merged edge of every consumer of a value, -1 within a group
-    neighbor_ptr: Any  # int64 [G + 1]
-    neighbor: Any  # int32 [2 M]
-    neighbor_edge: Any  # int32 [2 M]
-    neighbor_out: Any  # bool [2 M], whether the row's group is the sender
-    edge_bytes: Any  # float64 [M]
-    edge_count: Any  # float64 [M], values that cross
-    edge_fixed_s: Any  # float64 [M], seconds of values with their own transfer times
-    reader_ptr: Any  # int64 [T + 1], for the tensors that several groups read from another group
-    reader_edge: Any  # int32, merged edge of each of their readers
-    reader_group: Any  # int32, the group that reads
-    reader_share: Any  # float64, share of the edge's bytes that the tensor is
-    latency: Any  # float64 [D, D] seconds
-    inverse: Any  # float64 [D, D] seconds per byte
-    channel_ptr: Any  # int64 [D * D + 1], channels of every ordered pair
-    channels: Any  # int32
-    limit: Any  # float64 [D] bytes; inf without limit
-    pinned: Any  # float64 [G] bytes that are provably live together
-    footprint: Any  # float64 [G] bytes, estimate of what a group adds to a peak
-    criticality: Any  # float64 [G]
-    depth: Any  # float64 [G]
-    order: Any  # int32 [G], depth first
-    position: Any  # int64 [G], of a group in `order`
+    time_s: Any = Array("float64", "G D")  # work of each group on each device; inf where it may not sit
+    mean_time_s: Any = Array("float64", "G")  # its mean
+    op_group: Any = Array("int32", "K")
+    input_ptr: Any = Array("int64", "K+1")
+    inputs: Any = Array("int32", ".")  # values that each task reads
+    output_ptr: Any = Array("int64", "K+1")
+    outputs: Any = Array("int32", ".")  # values that each task makes
+    producer_ptr: Any = Array("int64", "V+1")
+    producers: Any = Array("int32", ".")  # tasks
+    consumer_ptr: Any = Array("int64", "V+1")
+    consumers: Any = Array("int32", ".")  # tasks
+    tensor_owner: Any = Array("int32", "V")  # group that owns a value without producer, -1 for others
+    edge_of: Any = Array("int32", ".")  # merged edge of every consumer of a value, -1 within a group
+    neighbor_ptr: Any = Array("int64", "G+1")
+    neighbor: Any = Array("int32", "2*M")
+    neighbor_edge: Any = Array("int32", "2*M")
+    neighbor_out: Any = Array("bool", "2*M")  # whether the row's group is the sender
+    edge_bytes: Any = Array("float64", "M")
+    edge_count: Any = Array("float64", "M")  # values that cross
+    edge_fixed_s: Any = Array("float64", "M")  # seconds of values with their own transfer times
+    reader_ptr: Any = Array("int64", "T+1")  # for the tensors that several groups read from another group
+    reader_edge: Any = Array("int32", ".")  # merged edge of each of their readers
+    reader_group: Any = Array("int32", ".")  # the group that reads
+    reader_share: Any = Array("float64", ".")  # share of the edge's bytes that the tensor is
+    latency: Any = Array("float64", "D D")  # seconds
+    inverse: Any = Array("float64", "D D")  # seconds per byte
+    channel_ptr: Any = Array("int64", "D*D+1")  # channels of every ordered pair
+    channels: Any = Array("int32", ".")
+    limit: Any = Array("float64", "D")  # bytes; inf without limit
+    pinned_bytes: Any = Array("float64", "G")  # bytes that are provably live together
+    footprint: Any = Array("float64", "G")  # bytes, estimate of what a group adds to a peak
+    criticality: Any = Array("float64", "G")
+    depth: Any = Array("float64", "G")
+    depth_first_order: Any = Array("int32", "G")
+    position: Any = Array("int64", "G")  # of a group in that order
+    ranks: Any = Array("uint32", "2 K")  # by the default priority: rank of every task, and task of every rank
 
 
 class View(NamedTuple):
     """An analysed plan, which `rlplace.envs.guide.analysis` fills. Seconds unless stated otherwise."""
 
     # Devices and channels.
-    load: Any  # float64 [D], work on each device
-    peak: Any  # float64 [D] bytes
-    pinned: Any  # float64 [D] provable bytes
-    channel: Any  # float64 [C], how long each channel is held
+    load: Any = Array("float64", "D")  # work on each device
+    peak: Any = Array("float64", "D")  # bytes
+    pinned: Any = Array("float64", "D")  # provable bytes
+    channel: Any = Array("float64", "C")  # how long each channel is held
     # Groups.
-    tightness: Any  # float64 [G], 1 where a delay would lengthen the step, falling with slack
-    slack: Any  # float64 [G], least slack of the group's tasks
-    wait: Any  # float64 [G], how long tasks waited for their device
-    queue: Any  # float64 [G], how long tasks without slack wait for the device while the group runs
-    urgent: Any  # float64 [G], time of the group's tasks that have no slack
-    chain: Any  # float64 [G], time of the group's tasks on the critical chain
-    blocked: Any  # float64 [G], waits for devices on the critical chain, of the group or behind it
-    saved: Any  # float64 [G, D], delays on the critical chain that the group would remove on the device
-    idle: Any  # float64 [G, D], share of the time of a group's tasks in which a device idles
-    clash: Any  # float64 [2, G, D], share of the time of a group's tasks in which a device runs critical work, TIGHT and STRICT
-    crowd: Any  # float64 [2, G], devices that run critical work during the group's tasks, its own left out, TIGHT and STRICT
+    tightness: Any = Array("float64", "G")  # 1 where a delay would lengthen the step, falling with slack
+    slack: Any = Array("float64", "G")  # least slack of the group's tasks
+    wait: Any = Array("float64", "G")  # how long tasks waited for their device
+    queue: Any = Array("float64", "G")  # how long tasks without slack wait for the device while the group runs
+    urgent: Any = Array("float64", "G")  # time of the group's tasks that have no slack
+    chain: Any = Array("float64", "G")  # time of the group's tasks on the critical chain
+    blocked: Any = Array("float64", "G")  # waits for devices on the critical chain, of the group or behind it
+    saved: Any = Array("float64", "G D")  # delays on the critical chain that the group would remove on the device
+    idle: Any = Array("float64", "G D")  # share of the time of a group's tasks in which a device idles
+    # TIGHT and STRICT: share of the time of a group's tasks in which a device runs critical work, and sum over other devices.
+    clash: Any = Array("float64", "2 G D")
+    crowd: Any = Array("float64", "2 G")
     # Edges.
-    gap: Any  # float64 [M], least time between the end of a producer and the start of its consumer
-    margin: Any  # float64 [M], least time between the end of a producer and the latest start of its consumer
-    sent: Any  # float64 [M], transfer time on the critical chain
-    hurried: Any  # float64 [M], longest transfer without slack
-    shared: Any  # float64 [M, D], share of the bytes that other readers bring to a device anyway
-    part: Any  # float64 [M], share of the bytes when those that are sent for several readers are divided among them
+    gap: Any = Array("float64", "M")  # least time between the end of a producer and the start of its consumer
+    margin: Any = Array("float64", "M")  # least time between the end of a producer and the latest start of its consumer
+    sent: Any = Array("float64", "M")  # transfer time on the critical chain
+    hurried: Any = Array("float64", "M")  # longest transfer without slack
+    shared: Any = Array("float64", "M D")  # share of the bytes that other readers bring to a device anyway
+    part: Any = Array("float64", "M")  # share of the bytes when what is sent for several readers is divided among them
     # The whole.
-    total: Any  # float64 [8], see STEP to OVERFLOW
+    total: Any = Array("float64", "8")  # see STEP to OVERFLOW
     # Buffers.
-    arrival: Any  # float64 [V * D], -1 everywhere between calls
-    late: Any  # float64 [K]
-    before: Any  # int64 [K]
-    free_bins: Any  # float64 [D, BINS]
-    critical_bins: Any  # float64 [2, D, BINS]
+    arrival: Any = Array("float64", "V*D", -1)  # -1 everywhere between calls
+    late: Any = Array("float64", "K")
+    before: Any = Array("int64", "K")
+    free_bins: Any = Array("float64", "D B")
+    critical_bins: Any = Array("float64", "2 D B")
 
 
 class SimulatedStep(NamedTuple):
@@ -127,49 +129,21 @@ class MoveSet(NamedTuple):
 def analysis_tables(instance: PlacementInstance) -> AnalysisTables:
     """Returns the arrays of an instance."""
     problem, graph = instance.problem, instance.graph
-    produced = np.flatnonzero(problem.tensor_producer >= 0)
-    latency, inverse = finite_links(problem)
-    arrays = op_arrays(problem)
+    made = problem.tensor_producer >= 0
     edge_of, readers = _edges(problem, graph)
-    fields = AnalysisTables(
-        group_s=graph.time_s,
-        mean_s=graph.mean_time_s,
-        task_group=problem.op_group,
-        **_lists("input", problem.edge_tensor, problem.consumers, problem.num_ops),
-        **_lists("output", produced, problem.tensor_producer[produced], problem.num_ops),
-        producer_ptr=np.concatenate([[0], np.cumsum(problem.tensor_producer >= 0)]),
-        producers=problem.tensor_producer[produced],
-        consumer_ptr=problem.consumer_ptr,
-        consumers=problem.consumers,
-        owner=problem.tensor_owner,
-        edge_of=edge_of,
-        neighbor_ptr=graph.neighbor_ptr,
-        neighbor=graph.neighbor,
-        neighbor_edge=graph.neighbor_edge,
-        neighbor_out=graph.neighbor_out,
-        edge_bytes=graph.edge_bytes,
-        edge_count=graph.edge_count,
-        edge_fixed_s=graph.edge_fixed_s,
+    columns = {
+        **op_arrays(problem)._asdict(),
+        **instance.columns(),
         **readers,
-        latency=latency,
-        inverse=inverse,
-        channel_ptr=arrays.channel_ptr,
-        channels=arrays.channels,
-        limit=np.maximum(instance.limit_bytes, 1.0),
-        pinned=instance.pinned_bytes,
-        footprint=graph.footprint_bytes,
-        criticality=instance.criticality,
-        depth=instance.depth,
-        order=graph.depth_first_order,
-        position=instance.position,
-    )
-    return AnalysisTables(*(_frozen(name, value) for name, value in fields._asdict().items()))
-
-
-def _lists(name: str, tensors: NDArray[Any], ops: NDArray[np.int32], count: int) -> dict[str, Any]:
-    """Returns the tensors listed beside every op."""
-    starts, values = grouped(ops, tensors, count)
-    return {f"{name}_ptr": starts, f"{name}s": values}
+        "producer_ptr": np.concatenate([[0], np.cumsum(made)]),
+        "producers": problem.tensor_producer[made],
+        "tensor_owner": problem.tensor_owner,
+        "edge_of": edge_of,
+        "ranks": lower(problem).ranks,
+        "limit": np.maximum(instance.limit_bytes, 1.0),
+    }
+    tables: AnalysisTables = constants(AnalysisTables, **columns)
+    return tables
 
 
 def _edges(problem: Problem, graph: GroupGraph) -> tuple[NDArray[np.int32], dict[str, Any]]:
@@ -200,34 +174,9 @@ def _readers(
     return {"reader_ptr": ptr, "reader_edge": edges, "reader_group": target[edges], "reader_share": share[several]}
 
 
-_WIDE = ("_ptr", "position")
-
-
-def _frozen(name: str, value: Any) -> Any:
-    """Returns one type per array for the compiler."""
-    if value.dtype.kind == "b":
-        dtype: Any = np.bool_
-    elif value.dtype.kind == "f" or name == "footprint":
-        dtype = np.float64
-    else:
-        dtype = np.int64 if name.endswith(_WIDE) else np.int32
-    return frozen_array(value, dtype)
-
-
 def make_view(tables: AnalysisTables) -> View:
     """Returns buffers for an instance."""
-    groups, devices = tables.group_s.shape
-    tasks, values, edges = len(tables.task_group), len(tables.consumer_ptr) - 1, len(tables.edge_bytes)
-    sizes = {
-        "channel": int(tables.channels.max(initial=0)) + 1, "total": 8, "arrival": values * devices,
-        "late": tasks, "before": tasks,
-        **dict.fromkeys(("load", "peak", "pinned"), devices),
-        **dict.fromkeys(("tightness", "slack", "wait", "queue", "urgent", "chain", "blocked"), groups),
-        **dict.fromkeys(("saved", "idle"), (groups, devices)),
-        **dict.fromkeys(("gap", "margin", "sent", "hurried", "part"), edges),
-        "shared": (edges, devices),
-        "clash": (2, groups, devices), "crowd": (2, groups), "free_bins": (devices, BINS), "critical_bins": (2, devices, BINS),
-    }  # fmt: skip
-    view = View(**{name: np.zeros(size, dtype=np.int64 if name == "before" else np.float64) for name, size in sizes.items()})
-    view.arrival[:] = -1.0
+    groups, devices = tables.time_s.shape
+    sizes = {"K": len(tables.op_group), "V": len(tables.consumer_ptr) - 1, "C": int(tables.channels.max(initial=0)) + 1}
+    view: View = buffers(View, G=groups, D=devices, M=len(tables.edge_bytes), B=BINS, **sizes)
     return view

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.arrays import buffers, constants, frozen_array
 from rlplace.errors import InputError
 from rlplace.memoized import memoized
 from rlplace.problem import Problem
@@ -50,18 +51,12 @@ class Lowered:
         }  # fmt: skip
         sizes = [parts[part] for part in range(len(parts))]
         _, low = levels.py_func(tasks)
-        return Work(
-            value=self.value.copy(),
-            slot=np.zeros(slots, dtype=r.SLOT),
-            channel=np.zeros(self.num_channels, dtype=r.CHANNEL),
-            device=np.zeros(devices, dtype=r.DEVICE),
-            event=np.zeros(devices + slots, dtype=r.EVENT),
-            ready=np.zeros((devices, low + ((tasks + 63) >> 6)), dtype=np.uint64),
-            words=np.zeros(sum(sizes), dtype=np.uint32),
-            layout=np.concatenate([[0], np.cumsum(sizes), [0]]),
-            time_s=np.zeros((2, tasks if timeline else 0)),
-            transfer=np.zeros(len(graph.readers) if timeline else 0, dtype=r.TRANSFER),
-        )
+        work: Work = buffers(
+            Work, V=len(self.value), S=slots, C=self.num_channels, D=devices, H=devices + slots, R=low + ((tasks + 63) >> 6),
+            W=sum(sizes), P=len(sizes) + 2, K=tasks if timeline else 0, E=len(graph.readers) if timeline else 0,
+        )  # fmt: skip
+        work.value[:], work.layout[1:-1] = self.value, np.cumsum(sizes)
+        return work
 
     def take_work(self, *, timeline: bool = False) -> Work:
         """Returns state for one simulation; hand it back with `give_work`."""
@@ -143,7 +138,8 @@ def lower(problem: Problem) -> Lowered:
     overrides = sorted(problem.tensor_transfer_s)
     table_s = np.array([problem.tensor_transfer_s[tensor] for tensor in overrides], dtype=np.float64)
     limits = [-1 if device.memory_bytes is None else device.memory_bytes for device in problem.devices]
-    graph = Graph(
+    graph = constants(
+        Graph,
         time_s=problem.time_s[:, [column.index(i) for i in range(len(columns))]],
         task=task,
         readers=readers,
@@ -153,13 +149,11 @@ def lower(problem: Problem) -> Lowered:
         words=np.concatenate(lists),
         layout=np.concatenate([[0], np.cumsum([len(part) for part in lists]), [width]]),
     )
-    dtypes = Graph(np.float64, r.TASK, r.READER, r.PAIR, np.float64, np.int64, np.uint32, np.int64)
-    frozen = Graph(*(frozen_array(array, dtype) for array, dtype in zip(graph, dtypes, strict=True)))
     value = np.zeros(problem.num_tensors + 1, dtype=r.VALUE)
     table = np.full(problem.num_tensors, -1, dtype=np.int32)
     table[overrides] = np.arange(len(overrides))
     value["bytes"][:-1], value["table"][:-1], value["readers"] = size, table, problem.consumer_ptr
-    return Lowered(frozen, value, compiled_priority(problem), compiled_ranks(problem), problem.num_devices, num_channels)
+    return Lowered(graph, value, compiled_priority(problem), compiled_ranks(problem), problem.num_devices, num_channels)
 
 
 def _channels(problem: Problem) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], int, int]:
@@ -183,13 +177,6 @@ def _channels(problem: Problem) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any
     pair["channels"], pair["channels_end"] = starts[: devices * devices], ends[: devices * devices]
     names, channels = np.unique(np.array([channel for row in rows for channel in row], dtype=np.int64), return_inverse=True)
     return pair, channels, starts[devices * devices :], len(names), max([1, *(len(row) for row in rows)])
-
-
-def frozen_array(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
-    """Returns a contiguous read-only view or copy: one array type for the compiler, whatever the problem was built from."""
-    frozen = np.ascontiguousarray(array, dtype=dtype).view()
-    frozen.setflags(write=False)
-    return frozen
 
 
 def part_of(graph: Graph, number: int) -> NDArray[np.uint32]:

@@ -12,9 +12,10 @@ Where several inputs arrived in the same instant the first of them is followed.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TypeVar
 
 import numpy as np
@@ -260,19 +261,16 @@ def path_parts(run: SimulatedPlan, path: Sequence[Link]) -> tuple[PathPart, ...]
     def key(link: Link) -> tuple[str, str]:
         return link.cause, location_of(run, link)
 
-    seconds = _sums(path, key)
-    count: dict[tuple[str, str], int] = {}
-    for link in path:
-        count[key(link)] = count.get(key(link), 0) + 1
+    seconds, count = _sums(path, key), Counter(map(key, path))
     parts = [PathPart(cause, where, value, count[cause, where]) for (cause, where), value in seconds.items()]
     return tuple(sorted(parts, key=lambda part: (-part.seconds, part.cause, part.where)))
 
 
 def _sums(path: Iterable[Link], key: Callable[[Link], Key]) -> dict[Key, float]:
-    exact: dict[Key, Fraction] = {}
-    for link in path:  # differences of floats are summed without rounding
-        exact[key(link)] = exact.get(key(link), Fraction(0)) + Fraction(link.end_s) - Fraction(link.start_s)
-    return {name: float(value) for name, value in exact.items()}
+    ends: dict[Key, list[float]] = {}
+    for link in path:
+        ends.setdefault(key(link), []).extend((link.end_s, -link.start_s))
+    return {name: math.fsum(values) for name, values in ends.items()}  # rounded once
 
 
 def module_of(group_name: str) -> str:

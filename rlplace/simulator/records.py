@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.arrays import Array
 from rlplace.errors import InputError
 from rlplace.problem import Problem
 
@@ -76,16 +77,16 @@ TRANSFER = np.dtype([("start_s", "f8"), ("end_s", "f8"), ("value", "i4"), ("sour
 
 
 class Graph(NamedTuple):
-    """The tasks of a step and the machine. Axes: K tasks, V values, E readers, D devices, G groups."""
+    """The tasks of a step and the machine. Axes: K tasks, U unlike devices, E readers, D devices, G groups."""
 
-    time_s: Any  # float64 [K, number of unlike devices]
-    task: Any  # TASK [K + 2]; row K: what exists when the step begins
-    readers: Any  # READER [E]
-    pair: Any  # PAIR [D * D]
-    table_s: Any  # float64 [., D, D]
-    bytes: Any  # int64 [G + 2 D]: resident by group, reserved by device, limit by device (-1: none)
-    words: Any  # uint32 [.], parts COLUMN to HELD
-    layout: Any  # int64, where each of the parts begins and the last one ends, then WIDTH
+    time_s: Any = Array("float64", "K U")
+    task: Any = Array(TASK, "K+2")  # row K: what exists when the step begins
+    readers: Any = Array(READER, "E")
+    pair: Any = Array(PAIR, "D*D")
+    table_s: Any = Array("float64", ". D D")
+    bytes: Any = Array("int64", "G+2D")  # resident by group, reserved by device, limit by device (-1: none)
+    words: Any = Array("uint32", ".")  # parts COLUMN to HELD
+    layout: Any = Array("int64", ".")  # where each of the parts begins and the last one ends, then WIDTH
 
 
 # Parts of `Graph.words`.
@@ -108,18 +109,21 @@ WIDTH = 12
 
 
 class Work(NamedTuple):
-    """State of one simulation, reused by the next."""
+    """State of one simulation, reused by the next. Axes: V values, S slots, H slots and devices, K tasks, E readers.
 
-    value: Any  # VALUE [V + 1]
-    slot: Any  # SLOT [E + collectives]
-    channel: Any  # CHANNEL [channels]
-    device: Any  # DEVICE [D]
-    event: Any  # EVENT [D + E + collectives], a heap
-    ready: Any  # uint64 [D, words], ready tasks of each device by rank; see `rlplace.simulator.queues`
-    words: Any  # uint32 [.], parts WAITS to ABSENT
-    layout: Any  # int64, where each of the parts begins and the last one ends, then TRANSFERS
-    time_s: Any  # float64 [2, K], start and end of every task, or [2, 0] when times are not recorded
-    transfer: Any  # TRANSFER [E] or [0]
+    K and E are 0 where no times are recorded.
+    """
+
+    value: Any = Array(VALUE, "V")  # and the end of the last one's readers
+    slot: Any = Array(SLOT, "S")
+    channel: Any = Array(CHANNEL, "C")
+    device: Any = Array(DEVICE, "D")
+    event: Any = Array(EVENT, "H")  # a heap
+    ready: Any = Array("uint64", "D R")  # ready tasks of each device by rank; see `rlplace.simulator.queues`
+    words: Any = Array("uint32", "W")  # parts WAITS to ABSENT
+    layout: Any = Array("int64", "P")  # where each of the parts begins and the last one ends, then TRANSFERS
+    time_s: Any = Array("float64", "2 K")  # start and end of every task
+    transfer: Any = Array(TRANSFER, "E")
 
 
 # Parts of `Work.words`.

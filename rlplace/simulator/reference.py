@@ -12,7 +12,7 @@ Rules:
     3. Within an instant all ending events come first, then starts of ops. (`ReferenceRun.run`)
     4. Memory: resident and reserved bytes always; outputs and temporaries from the start of their op; copies from the start of
        their transfer; everything is freed after its last use. Memory never delays anything; a plan whose peak exceeds a limit
-       is infeasible. (`rlplace.simulator.ledger`)
+       is infeasible. (`Ledger`)
     5. The step ends with its last event.
 
 Collectives: a collective joins the queue of waiting transfers when the last input of its last op is present; it starts when its
@@ -23,6 +23,7 @@ with it, in order of their numbers, as one event at the number of its first op. 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,9 +32,15 @@ from numpy.typing import NDArray
 
 from rlplace.plan.plan import check_order
 from rlplace.problem import Problem
-from rlplace.simulator.ledger import Ledger
 from rlplace.simulator.records import TRANSFER
-from rlplace.simulator.timeline import Timeline, fixed_violations, memory_violations, placement_violations, timeline_of
+from rlplace.simulator.timeline import (
+    Timeline,
+    fixed_violations,
+    memory_violations,
+    placement_violations,
+    resident_by_device,
+    timeline_of,
+)
 
 STUCK = "the order makes devices wait for each other forever"
 """Reason why a step that has begun cannot complete: nothing but an order can hold ops back forever."""
@@ -107,6 +114,80 @@ def simulate_reference(
         busy_s=np.array(run.busy), times_s=np.array([run.start, run.end]),
         transfers=np.array(run.transfers, dtype=TRANSFER),
     )  # fmt: skip
+
+
+class Ledger:
+    """Bytes in use on every device at one moment of a step: rule 4, whose only other definition is the compiled twin.
+
+    A copy is freed when the last reader there has ended and, where the tensor is made, the last transfer as well. What a group
+    owns is part of its resident bytes, which stay for the whole step.
+
+    Attributes:
+        memory: Bytes in use by device, resident and reserved bytes included.
+        peak: Largest value of `memory` so far, by device.
+    """
+
+    def __init__(self, problem: Problem, device_of_group: NDArray[np.int32]) -> None:
+        self.problem = problem
+        self.device: list[int] = device_of_group[problem.op_group].tolist()  # of every op
+        self.memory: list[int] = resident_by_device(problem, device_of_group).tolist()
+        self.peak = list(self.memory)
+        self.temporary: list[int] = problem.temporary_bytes.tolist()
+        self.outputs: list[list[int]] = [[] for _ in range(problem.num_ops)]
+        self.inputs: list[list[int]] = [[] for _ in range(problem.num_ops)]
+        self.size: list[int] = problem.tensor_bytes.tolist()
+        self.owned: list[bool] = (problem.tensor_owner >= 0).tolist()
+        self.source: list[int] = []  # device that holds the tensor first
+        self.readers: list[list[int]] = []
+        self.uses: Counter[tuple[int, int]] = Counter()  # (tensor, device) -> readers and sends that still need the copy
+        ends = problem.consumer_ptr.tolist()
+        for tensor, maker in enumerate(problem.tensor_producer.tolist()):
+            readers = problem.consumers[ends[tensor] : ends[tensor + 1]].tolist()
+            source = self.device[maker] if maker >= 0 else int(device_of_group[problem.tensor_owner[tensor]])
+            self.source.append(source)
+            self.readers.append(readers)
+            if maker >= 0:
+                self.outputs[maker].append(tensor)
+            for op in readers:
+                self.inputs[op].append(tensor)
+                self.uses[tensor, self.device[op]] += 1
+            self.uses[tensor, source] += len(self.destinations(tensor))
+
+    def destinations(self, tensor: int) -> list[int]:
+        """Returns the other devices that host a reader."""
+        return sorted({self.device[op] for op in self.readers[tensor]} - {self.source[tensor]})
+
+    def hold_outputs(self, op: int) -> None:
+        """Allocates the outputs and temporaries of an op that starts."""
+        for tensor in self.outputs[op]:
+            self.allocate(self.device[op], self.size[tensor])
+        self.allocate(self.device[op], self.temporary[op])
+
+    def free_inputs(self, op: int) -> None:
+        """Frees what an op that ends held: temporaries, inputs without further readers there, outputs without readers."""
+        device = self.device[op]
+        self.allocate(device, -self.temporary[op])
+        for tensor in self.inputs[op]:
+            self.drop_use(tensor, device)
+        for tensor in self.outputs[op]:
+            if not self.readers[tensor]:
+                self.release(tensor, device)
+
+    def drop_use(self, tensor: int, device: int) -> None:
+        """Counts one reader or outgoing transfer of a tensor on a device as ended."""
+        self.uses[tensor, device] -= 1
+        if self.uses[tensor, device] == 0:
+            self.release(tensor, device)
+
+    def release(self, tensor: int, device: int) -> None:
+        """Frees a copy that nothing needs any more."""
+        if not (self.owned[tensor] and device == self.source[tensor]):  # else part of its group's resident bytes
+            self.allocate(device, -self.size[tensor])
+
+    def allocate(self, device: int, size: int) -> None:
+        """Adds bytes to a device, or frees them where they are negative."""
+        self.memory[device] += size
+        self.peak[device] = max(self.peak[device], self.memory[device])
 
 
 class ReferenceRun(Ledger):

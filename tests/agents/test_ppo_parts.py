@@ -40,13 +40,13 @@ def test_a_part_trains_the_network_and_goes_on_with_its_moments(tiny, make_netwo
     """Adam counts its steps: two mini-batches of 16 in a part of 32 decisions, and as many in the next."""
     network = make_network(hidden=8, second=4)
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    first, moments = one_part(network, None, instances, tiny(), tmp_path)
+    first = one_part(network, None, instances, tiny(), tmp_path)
     assert first.decisions == DECISIONS
     after = network.state_dict()
     assert any(not torch.equal(value, before[name]) for name, value in after.items())
-    assert {int(state["step"]) for state in moments["state"].values()} == {2}
-    kept = {number: state["exp_avg"].clone() for number, state in moments["state"].items()}
-    _, then = one_part(network, moments, instances, tiny(), tmp_path, number=1)
+    assert {int(state["step"]) for state in first.moments["state"].values()} == {2}
+    kept = {number: state["exp_avg"].clone() for number, state in first.moments["state"].items()}
+    then = one_part(network, first.moments, instances, tiny(), tmp_path, number=1).moments
     assert {int(state["step"]) for state in then["state"].values()} == {4}
     assert any(not torch.equal(state["exp_avg"], kept[number]) for number, state in then["state"].items())
 
@@ -59,7 +59,7 @@ def recorded(monkeypatch):
     def run_part(network, moments, instances, config, **options):
         made = torch.optim.Adam(network.parameters()).state_dict()
         parts.append({"rate": config.learning_rate, "given": moments, "made": made, "instances": instances, **options})
-        return ppo.PartResult(options["decisions"], 1.0), made
+        return ppo.PartResult(options["decisions"], 1.0, made)
 
     monkeypatch.setattr(ppo, "run_part", run_part)
     monkeypatch.setattr(ppo, "instances_of", lambda source, first, count, environment: (first, count))

@@ -2,7 +2,6 @@
 
 import copy
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from rlplace.agents.checkpoint import load_state, save_state
 from rlplace.agents.move_ranking import PricedMoves, captured_gain, collect_moves, ranking_loss, set_standard
 from rlplace.agents.network import PlacerNetwork
 from rlplace.agents.planner import load_agent
-from rlplace.agents.pretraining import PRETRAINING, _window, fit
+from rlplace.agents.pretraining import PRETRAINING, fit
 from rlplace.agents.problems.cases import ProblemCase
 from rlplace.envs.base import REFINEMENT
 from rlplace.envs.guide.features import FEATURES, NUM_FEATURES
@@ -135,21 +134,6 @@ def test_a_file_that_is_written_anew_is_read_anew(files, tmp_path):
     (tmp_path / "a").write_bytes(files[5].read_bytes())
     os.utime(tmp_path / "a", ns=(1, 1))
     assert not np.array_equal(pretrain._priced(tmp_path / "a").features, one.features)
-
-
-def test_the_window_of_files_is_bounded_and_moves():
-    size = pretrain.WINDOW
-    paths = [Path(str(number)) for number in range(2000)]
-    windows = [_window(paths, step, 3, size) for step in (0, 249, 250, 1000)]
-    for window in windows:
-        assert len(window) == len(set(window)) == size
-    assert windows[0] == windows[1]
-    assert len(set(windows[0]) & set(windows[2])) == size * 3 // 4
-    assert not set(windows[0]) & set(windows[3])
-    assert {path for turn in range(12) for path in _window(paths, 250 * turn, 3, size)} == set(paths)
-    assert _window(paths, 0, 4, size) != windows[0]
-    assert _window(paths[:5], 700, 3, size) == paths[:5]
-    assert pretrain._read.cache_info().maxsize < 2 * size
 
 
 def test_the_shipped_agent_knows_which_moves_gain(tmp_path):

@@ -38,7 +38,7 @@ class Building:
 
     @property
     def load_s(self):
-        return self.env.batch.state.load_s[0]
+        return self.env.state.load_s[0]
 
     def table(self):
         return self.seen["candidates"].reshape(-1, len(CONSTRUCTION_FEATURES))

@@ -190,7 +190,7 @@ def test_a_plan_that_cannot_complete_is_refined_all_the_same():
         gains = env.move_scores()
         # Moves that make a missing link needless shorten the transfers most.
         choice = int(np.where(env.action_masks()[1:], table(observation)[1:, column], np.inf).argmin()) + 1
-        observation, reward, done, _, info = env.step(choice if not np.isfinite(env.batch.state.best_s[0]) else 0)
+        observation, reward, done, _, info = env.step(choice if not np.isfinite(env.state.best_s[0]) else 0)
         total, steps = total + reward, steps + 1
         assert np.isfinite(reward) and np.isfinite(gains[0])
     assert info["feasible"] and total > 10.0 and steps < 10

@@ -13,7 +13,7 @@ from stable_baselines3 import PPO
 
 from rlplace.agents.policy import PlacerPolicy, PlacerVecEnv, UnmaskedPlacerPolicy
 from rlplace.agents.problems.training import limit_memory
-from rlplace.envs import MeasuredBackend, PlacementEnv, RefinementEnv, batch, make_instance
+from rlplace.envs import MeasuredBackend, PlacementEnv, RefinementEnv, base, make_instance
 from rlplace.errors import InputError
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
@@ -95,7 +95,7 @@ def test_plans_that_are_mended_are_the_same(bank):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_change_nothing(bank, kind, monkeypatch):
-    monkeypatch.setattr(batch, "APART", 2)
+    monkeypatch.setattr(base, "APART", 2)
     runs = []
     for threads in (1, 2, 3):
         envs, rng, seen = vector(kind, 9, problems=bank, threads=threads), np.random.default_rng(0), []

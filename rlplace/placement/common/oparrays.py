@@ -11,38 +11,37 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.arrays import Array, constants
 from rlplace.memoized import memoized
 from rlplace.placement.common import listkernels
 from rlplace.placement.common.groupgraph import finite_links, finite_mean, group_graph, mean_transfer_s
 from rlplace.problem import Problem
 from rlplace.problem.order import grouped
-from rlplace.simulator.lowering import frozen_array
 
 
 class OpArrays(NamedTuple):
     """The arrays of a problem that list schedulers read."""
 
-    time_s: Any  # float64 [N, D], inf where the op's group may not sit
-    op_group: Any  # int32 [N]
-    input_ptr: Any  # int64 [N + 1]
-    inputs: Any  # int32 [E], tensors that each op reads
-    producer: Any  # int32 [T], -1 for an owner's tensor
-    holder: Any  # int32 [T], group that makes or owns the tensor
-    consumer_ptr: Any  # int64 [T + 1]
-    consumers: Any  # int32 [E]
-    size: Any  # float64 [T] bytes
-    table: Any  # int32 [T], row of `tables`, -1 where latency + bytes / bandwidth applies
-    tables: Any  # float64 [., D, D] seconds
-    latency: Any  # float64 [D, D] seconds
-    inverse: Any  # float64 [D, D] seconds per byte
-    channel_ptr: Any  # int64 [D * D + 1]
-    channels: Any  # int32 [.], channels of every ordered pair, renumbered from 0
-    num_channels: int
-    footprint: Any  # int64 [G]
-    order: Any  # int32 [N], topological
-    output_ptr: Any  # int64 [N + 1]
-    outputs: Any  # int32 [.], tensors that each op makes
-    num_made_inputs: Any  # int64 [N], inputs that other ops make
+    time_s: Any = Array("float64", "N D")  # inf where the op's group may not sit
+    op_group: Any = Array("int32", "N")
+    input_ptr: Any = Array("int64", "N+1")
+    inputs: Any = Array("int32", "E")  # tensors that each op reads
+    producer: Any = Array("int32", "T")  # -1 for an owner's tensor
+    holder: Any = Array("int32", "T")  # group that makes or owns the tensor
+    consumer_ptr: Any = Array("int64", "T+1")
+    consumers: Any = Array("int32", "E")
+    size: Any = Array("float64", "T")  # bytes
+    table: Any = Array("int32", "T")  # row of `tables`, -1 where latency + bytes / bandwidth applies
+    tables: Any = Array("float64", ". D D")  # seconds
+    latency: Any = Array("float64", "D D")  # seconds
+    inverse: Any = Array("float64", "D D")  # seconds per byte
+    channel_ptr: Any = Array("int64", "D*D+1")
+    channels: Any = Array("int32", ".")  # channels of every ordered pair, renumbered from 0
+    footprint: Any = Array("int64", "G")
+    order: Any = Array("int32", "N")  # topological
+    output_ptr: Any = Array("int64", "N+1")
+    outputs: Any = Array("int32", ".")  # tensors that each op makes
+    num_made_inputs: Any = Array("int64", "N")  # inputs that other ops make
 
 
 def upward_rank(problem: Problem, *, communication: bool) -> NDArray[np.float64]:
@@ -69,7 +68,7 @@ def empty_schedule(problem: Problem, subset: Sequence[int], room: NDArray[np.flo
         start=np.zeros(ops),
         finish=np.zeros(ops),
         arrival=np.full((problem.num_tensors, count), -1.0),
-        channel_free=np.zeros(op_arrays(problem).num_channels),
+        channel_free=np.zeros(int(op_arrays(problem).channels.max(initial=-1)) + 1),
     )
 
 
@@ -101,7 +100,8 @@ def op_arrays(problem: Problem) -> OpArrays:
     number = {channel: i for i, channel in enumerate(sorted({c for channels in held for c in channels}))}
     produced = np.flatnonzero(problem.tensor_producer >= 0)
     output_ptr, outputs = grouped(problem.tensor_producer[produced], produced, problem.num_ops)
-    arrays = OpArrays(
+    arrays: OpArrays = constants(
+        OpArrays,
         time_s=np.where(problem.group_allowed[problem.op_group], problem.time_s, np.inf),
         op_group=problem.op_group,
         input_ptr=input_ptr,
@@ -115,22 +115,12 @@ def op_arrays(problem: Problem) -> OpArrays:
         tables=tables,
         latency=latency,
         inverse=inverse,
-        channel_ptr=np.concatenate([[0], np.cumsum([len(channels) for channels in held])]).astype(np.int64),
-        channels=np.array([number[c] for channels in held for c in channels], dtype=np.int32),
-        num_channels=len(number),
+        channel_ptr=np.concatenate([[0], np.cumsum([len(channels) for channels in held])]),
+        channels=np.array([number[c] for channels in held for c in channels]),
         footprint=group_graph(problem).footprint_bytes,
         order=problem.topological_order,
         output_ptr=output_ptr,
         outputs=outputs,
         num_made_inputs=np.bincount(problem.op_edges[1], minlength=problem.num_ops),
     )
-    return OpArrays(*(_frozen(name, value) for name, value in arrays._asdict().items()))
-
-
-def _frozen(name: str, value: Any) -> Any:
-    """Returns one type per array for the compiler, whatever the problem was built from."""
-    if isinstance(value, int):
-        return value
-    wide = name.endswith("_ptr") or name in ("footprint", "num_made_inputs")
-    dtype = np.float64 if value.dtype.kind == "f" else np.int64 if wide else np.int32
-    return frozen_array(value, dtype)
+    return arrays

@@ -99,15 +99,6 @@ def test_every_row_is_there_at_once(path):
         assert found.rows == store.rows and found.problems == store.problems  # floats come back bit for bit
 
 
-def test_an_existing_file_is_not_overwritten(path):
-    filled(path)
-    before = path.read_bytes()
-    with pytest.raises(InputError, match="--resume goes on"):
-        Store(Settings(calls=5), path)
-    assert path.read_bytes() == before
-    assert Store(Settings(), path.with_name(f"new{path.suffix}"), resume=True).rows == {}  # nothing there is no error
-
-
 @pytest.mark.parametrize(
     ("field", "value"), [("calls", 6), ("calls", None), ("time_limit_s", 1.0), ("seeds", 2),
                          ("agent", "x"), ("version", "0.0.1")],
@@ -116,14 +107,6 @@ def test_other_settings_are_refused(path, field, value):
     filled(path)
     with pytest.raises(InputError, match=f"made with {field} "):
         Store(replace(Settings(calls=5), **{field: value}), path, resume=True)
-
-
-def test_another_problem_of_the_same_name_is_refused(path):
-    filled(path)
-    store = Store(Settings(calls=5), path, resume=True)
-    store.add_problem(INFO)
-    with pytest.raises(InputError, match="was another problem"):
-        store.add_problem(replace(INFO, fingerprint="0" * 64))
 
 
 def test_a_line_that_was_cut_off_is_dropped(tmp_path):
@@ -158,13 +141,6 @@ def test_damaged_files_are_refused(tmp_path, change, message):
     with pytest.raises(InputError, match=message) as caught:
         Store(Settings(calls=5), path, resume=True)
     assert "\n" not in str(caught.value)
-
-
-def test_other_names_and_folders_are_refused(tmp_path):
-    with pytest.raises(InputError, match=r"rows are written as \*\.jsonl"):
-        Store(Settings(), tmp_path / "rows.txt")
-    with pytest.raises(InputError, match="no folder"):
-        Store(Settings(), tmp_path / "nowhere" / "rows.jsonl")
 
 
 def test_records_survive_json():

@@ -6,7 +6,7 @@ axis `branch` counts the devices that groups are placed on; its blocks are left 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -55,22 +55,6 @@ class _Placement(Record, frozen=True):
     device_of_group: list[_Device]
     priority: list[_Number] | None = None
     order: list[list[_Entry]] | None = None
-
-
-class _Stage(Record, frozen=True):
-    """The stage of a placement plan."""
-
-    devices: list[_Device]
-    mesh: dict[Literal["branch"], Count] = msgspec.field(default_factory=dict)
-
-
-class _Around(Record, frozen=True):
-    """The strategy of a placement plan."""
-
-    stages: list[_Stage]
-    microbatches: list[Count]
-    microbatch: list[Count] | None = None
-    batch: Count | None = None
 
 
 class _Plan(Record, frozen=True):
@@ -146,7 +130,8 @@ def plan_from_dict(data: dict[str, Any]) -> PlacementPlan:
     if placement.order is not None and placement.priority is not None:
         raise InputError("plan: order excludes priority")
     devices = np.array(placement.device_of_group, dtype=np.int32)
-    samples = build(_Around, plan.strategy, "plan: strategy").batch
+    samples = plan.strategy.get("batch") if isinstance(plan.strategy, dict) else None
+    build(Count | None, samples, "plan: strategy.batch")
     if plan.strategy != _around(devices, samples):
         raise InputError(
             f"plan: strategy: a placement is one pass over one stage with devices 0 to {devices.max(initial=0)} on its axis "

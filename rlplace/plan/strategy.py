@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import astuple
 
 from rlplace.errors import InputError, show
 from rlplace.limits import DEVICES, MICROBATCHES
@@ -191,24 +192,18 @@ class Strategy(Record, frozen=True):
             own = {key: item for key, item in data.items() if key not in _OF_STEP}
             data = {**{key: data[key] for key in _OF_STEP if key in data}, "pipelines": [own]}
             build(Pipeline, own, where)  # whose messages name its fields without a list
-        made = build(_File, data, where)
-        return Strategy(made.batch, made.pipelines, made.reduction, made.couple, made.mixing, made.buffers, made.statistics)
+        return Strategy(*astuple(build(_File, data, where)))
 
 
 _OF_STEP = ("batch", "reduction", "couple", "mixing", "buffers", "statistics")
 """Keys of a file that belong to the step, where those of its one pipeline stand beside them."""
 
 
-class _File(Record, frozen=True):
-    """A strategy of several pipelines as it stands in a file."""
+class _File(Strategy, frozen=True):
+    """A strategy of several pipelines as it stands in a file, which is checked as a strategy once all of it is read."""
 
-    batch: Count
-    pipelines: tuple[Pipeline, ...]
-    reduction: Text = "mean"
-    couple: Couple = "replica"
-    mixing: tuple[Text, ...] = ()
-    buffers: Buffers = "whole"
-    statistics: Statistics = "replica"
+    def __post_init__(self) -> None:
+        pass
 
 
 def _written(pipeline: Pipeline) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.model.graph.opgraph import BUFFER, FORWARD, GRADIENT, INPUT, PARAMETER, UPDATE, OpGraph
+from rlplace.problem.contract import merged_edges
 from rlplace.problem.order import components, strong_components
 
 
@@ -225,13 +226,8 @@ def anchor_graph(
     target = label[anchor[np.where(forward, b, a)]].astype(np.int64)
     other = source != target
     source, target, size, forward = source[other], target[other], size[other], forward[other]
-    key, inverse = np.unique(source * (graph.num_ops + 1) + target, return_inverse=True)
-    total = np.zeros(len(key), dtype=np.int64)
-    np.add.at(total, inverse, size)
-    is_forward = np.zeros(len(key), dtype=bool)
-    np.logical_or.at(is_forward, inverse, forward)
-    pair = divmod(key, graph.num_ops + 1)
-    return pair[0].astype(np.int32), pair[1].astype(np.int32), total, is_forward
+    source, target, total, of_forward = merged_edges(source, target, graph.num_ops, size, forward)
+    return source.astype(np.int32), target.astype(np.int32), total.astype(np.int64), of_forward > 0
 
 
 def atoms(

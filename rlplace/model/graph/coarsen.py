@@ -6,13 +6,12 @@ device, because they read the same trainable parameter (tied embeddings); all ot
 
 A forward op, its backward ops, the update of the parameters it reads and everything with the same `op_colocate` share a
 cluster from the start. Contraction then follows growing size caps, at each cap from the deepest common module outwards,
-heaviest edges first, and over edges and twins only, so that branches stay apart as long as possible. When that leaves too
-many groups, neighbours in a depth-first topological order are merged. The result is deterministic.
+heaviest edges first, and over edges only, so that branches stay apart as long as possible. When that leaves too many groups,
+neighbours in a depth-first topological order are merged. The result is deterministic.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,7 +41,6 @@ BALANCE = 4.0
 _CAPS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, BALANCE)
 _HELD = 4.0  # bytes may run ahead of time: a chain of cheap ops on large activations has no good cut inside
 _ABSORB = 1.25  # a heavy op may take light neighbours in, up to this multiple of itself
-_KNIT_VISITS = 2_000_000  # nodes looked at, in all, for paths between clusters of one group
 _LAUNCH_S, _FLOPS, _BYTES_PER_S = 5e-6, 1e13, 1e12
 
 
@@ -166,31 +164,9 @@ class _Contraction:
                 self.merged(a, b, self.dag.merge(a, b)[0])
         for multiple in _CAPS:
             self.cap = multiple / self.target
-            while self.num_groups > self.target:
-                stop = self.dag.contract_edges(self.dag.edges(), self.rank, self.admit, self.merged)
-                if stop or not self.merge_twins():
-                    break
-        if self.num_groups > self.target:
-            self.merge_intervals()
-        self.knit()
-
-    def knit(self) -> None:
-        """Merges clusters of one group where no path through other clusters joins them."""
-        members: dict[int, list[int]] = {}
-        for node in self.dag.live():
-            members.setdefault(self.group(node), []).append(node)
-        budget = _KNIT_VISITS
-        for nodes in members.values():
-            kept = nodes[0]
-            for node in nodes[1:]:
-                forth, visits = self.dag.joined_by_path(kept, node, budget)
-                back, more = (True, 0) if forth else self.dag.joined_by_path(node, kept, budget)
-                budget = max(0, budget - visits - more)
-                if forth or back:
-                    kept = node
-                else:
-                    self.module[kept] = self.module[node] = self.tree.lowest_common(self.module[kept], self.module[node])
-                    kept, _ = self.dag.merge(kept, node)
+            if self.num_groups > self.target:
+                self.dag.contract_edges(self.dag.edges(), self.rank, self.admit, self.merged)
+        self.merge_intervals()
 
     def rank(self, a: int, b: int) -> int:
         return self.tree.depth[self.tree.lowest_common(self.module[a], self.module[b])]
@@ -230,60 +206,21 @@ class _Contraction:
             self.num_groups -= 1
         return self.num_groups <= self.target
 
-    def merge_twins(self) -> bool:
-        """Merges twins under half the cap, for parallel branches are worth keeping; true when any merged."""
-        any_merged = False
-        for nodes in self.dag.twins():
-            keep = nodes[0]
-            for node in nodes[1:]:
-                if not self.fits(self.group(keep), self.group(node), self.cap / 2):
-                    keep = node
-                    continue
-                a = keep
-                keep, _ = self.dag.merge(a, node)
-                any_merged = True
-                if self.merged(a, node, keep):
-                    return False
-        return any_merged
-
     def merge_intervals(self) -> None:
-        """Merges neighbours of a topological order as a last resort; deepest common module first, then the lightest pair."""
-        order = self.dag.depth_first_order()
-        right = dict(itertools.pairwise(order))
-        left = {b: a for a, b in right.items()}
-        heap: list[tuple[int, float, int, int]] = []
-        cap = BALANCE / self.target
+        """Merges neighbours of topological orders as a last resort; deepest common module first, then the lightest pair."""
+        while self.num_groups > self.target:
+            pairs = list(itertools.pairwise(self.dag.depth_first_order()))
+            fit = [(a, b) for a, b in pairs if self.fits(self.group(a), self.group(b), BALANCE / self.target)] or pairs
+            taken: set[int] = set()
+            for a, b in sorted(fit, key=lambda pair: (-self.rank(*pair), self.weight(*pair))):
+                if taken.isdisjoint((a, b)):
+                    taken |= {a, b}
+                    if self.merged(a, b, self.dag.merge(a, b)[0]):
+                        return
 
-        def weight(a: int, b: int) -> float:
-            g, h = self.group(a), self.group(b)
-            return self.time[g] + self.held[g] + (self.time[h] + self.held[h] if g != h else 0.0)
-
-        def push(a: int, b: int) -> None:
-            heapq.heappush(heap, (-self.rank(a, b) if self.fits(self.group(a), self.group(b), cap) else 1, weight(a, b), a, b))
-
-        for a, b in right.items():
-            push(a, b)
-        while self.num_groups > self.target and heap:
-            rank, old, a, b = heapq.heappop(heap)
-            if right.get(a) != b:
-                continue
-            if weight(a, b) > old or (rank <= 0 and not self.fits(self.group(a), self.group(b), cap)):
-                push(a, b)
-                continue
-            keep, _ = self.dag.merge(a, b)
-            before, after = left.get(a), right.pop(b, None)
-            left.pop(b, None)
-            right.pop(a, None)
-            left.pop(a, None)
-            if before is not None:
-                right[before], left[keep] = keep, before
-            if after is not None:
-                right[keep], left[after] = after, keep
-            self.merged(a, b, keep)
-            if before is not None:
-                push(before, keep)
-            if after is not None:
-                push(keep, after)
+    def weight(self, a: int, b: int) -> float:
+        """Returns shares of all time and bytes that two nodes have together."""
+        return sum(self.time[group] + self.held[group] for group in sorted({self.group(a), self.group(b)}))
 
 
 def _finish(graph: OpGraph, anchor: NDArray[np.int32], contraction: _Contraction) -> Grouping:

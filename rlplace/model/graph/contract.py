@@ -1,8 +1,7 @@
 """Contraction of a directed acyclic graph that never makes it cyclic.
 
 An edge from a to b may be contracted when it is a's only outgoing or b's only incoming edge: then no second path joins the
-two. Twins (equal predecessors and equal successors) may be merged: no path joins them at all. Neighbouring intervals of a
-topological order may be merged, whatever the edges.
+two. Neighbouring intervals of a topological order may be merged, whatever the edges.
 """
 
 from __future__ import annotations
@@ -13,9 +12,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rlplace.problem.order import UnionFind, topological_order
-
-TWIN_DEGREE = 16
-"""Twins are looked for among nodes with at most this many neighbours."""
 
 
 class ContractionGraph:
@@ -86,15 +82,6 @@ class ContractionGraph:
     def _degree(self, node: int) -> int:
         return len(self.successors[node]) + len(self.predecessors[node])
 
-    def twins(self) -> list[list[int]]:
-        """Returns sets of live nodes with equal predecessors and equal successors, smallest number first."""
-        by_neighbours: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
-        for node in self.live():
-            if 0 < self._degree(node) <= TWIN_DEGREE:
-                key = (tuple(sorted(self.predecessors[node])), tuple(sorted(self.successors[node])))
-                by_neighbours.setdefault(key, []).append(node)
-        return [nodes for nodes in by_neighbours.values() if len(nodes) > 1]
-
     def depth_first_order(self) -> list[int]:
         """Returns a topological order of the live nodes that follows chains to their end before it turns to the next branch."""
         edges = np.array(self.edges(), dtype=np.int64).reshape(-1, 2)
@@ -113,23 +100,6 @@ class ContractionGraph:
                 if missing[after] == 0:
                     order.append(after)
         return level
-
-    def joined_by_path(self, a: int, b: int, budget: int) -> tuple[bool, int]:
-        """Returns whether a path besides the direct edge leads from a to b, and the visits that this took; true as well where
-        `budget` visits do not settle it.
-        """
-        seen = {a}
-        stack = [node for node in self.successors[a] if node != b]
-        while stack:
-            node = stack.pop()
-            if node == b:
-                return True, len(seen)
-            if node not in seen:
-                seen.add(node)
-                if len(seen) > budget:
-                    return True, len(seen)
-                stack.extend(self.successors[node])
-        return False, len(seen)
 
     def contract_edges(
         self,

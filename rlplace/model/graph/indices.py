@@ -5,18 +5,17 @@ one op sees 768 columns and the next 12 heads of 64, the storage is cut at strid
 ``n.0`` (12) and ``n.1`` (64), and so does everything that these run along. A dimension that cannot be aligned (a slice that
 does not divide its storage) cannot be cut.
 
-Gradients have no rules of their own: the gradient of a tensor has the axes of that tensor, seen by the backward ops as by
-their forward ops.
+Gradients have no rules of their own: the op that makes the gradient of a tensor sees the axes of that tensor as its forward op
+does. Of the tensors that this op has touched it is that of equal size, which the readers' forward ops have touched, too.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations, pairwise
-from math import prod
+from itertools import pairwise
 
 Names = tuple[str, ...]
 """Per dimension of a tensor the op's dimension that runs along it, "" for none."""
@@ -51,10 +50,6 @@ class Access:
     dims: Mapping[str, int]
     uses: tuple[Use, ...]
     statistics: tuple[tuple[Names, int], ...] = ()
-
-
-REACH = 3
-"""Largest number of ops between the tensor of a gradient and the op that reads the gradient."""
 
 
 class StrideCuts:
@@ -165,103 +160,6 @@ def _piece(name: str, index: int, count: int) -> str:
     return name if count == 1 else f"{name}.{index}"
 
 
-class GradientLayouts:
-    """Axes of the tensors that backward ops pass on."""
-
-    def __init__(self, layouts: AxisSystem, size_bytes: Mapping[int, int]) -> None:
-        """Prepares.
-
-        Args:
-            layouts: Axes of the forward ops.
-            size_bytes: Bytes of each storage that forward ops read or make.
-        """
-        self._layouts, self._size_bytes = layouts, size_bytes
-        self._neighbours: dict[int, frozenset[int]] = {}
-        self._touched: dict[int, list[int]] = {}
-        for storage, names in layouts.access.items():
-            if storage in size_bytes:
-                for op in names:
-                    self._touched.setdefault(op, []).append(storage)
-
-    def of(self, maker: int, users: Sequence[int], size_bytes: int) -> tuple[tuple[int, ...], dict[int, Names]] | None:
-        """Returns axes and names by forward op of a tensor that the backward of `maker` passes to the backward of `users`.
-
-        It is the gradient of something that the forward of `maker` reads: the storage of equal size that is nearest to the
-        storages of the users.
-        """
-        best: tuple[tuple[int, int, int], int, dict[int, Names]] | None = None
-        for storage in self._touched.get(maker, ()):
-            own = self._layouts.access[storage][maker]
-            known = {maker: own}
-            away = 0
-            for user in users:
-                seen = self._names(user, storage)
-                if seen is not None:
-                    known[user] = seen[0]
-                    away += seen[1]
-            size = self._size_bytes[storage]
-            fits = 2 if size == size_bytes else 1 if size > size_bytes else 0
-            rank = (fits if len(known) > 1 else -1, len(known), -away)
-            if len(known) > 1 and (best is None or rank > best[0]):
-                best = rank, storage, known
-        if best is None:
-            return None
-        _, storage, known = best
-        axes, whole = self._layouts.axes[storage], self._size_bytes[storage]
-        if whole == size_bytes:
-            return axes, known
-        for width in (0, 1, 2):  # the maker saw a slice, without axes that it does not run along; or in another precision
-            free = [i for i, name in enumerate(known[maker]) if not name]
-            for gone in combinations(free, width):
-                kept = [i for i in range(len(axes)) if i not in gone]
-                if whole * prod(axes[i] for i in kept) in (
-                    size_bytes * prod(axes) * scale // 2 for scale in ((2,) if gone else (1, 2, 4))
-                ):
-                    return tuple(axes[i] for i in kept), {op: tuple(names[i] for i in kept) for op, names in known.items()}
-        return None
-
-    def _names(self, op: int, storage: int) -> tuple[Names, int] | None:
-        """Returns the names by which an op knows the axes of a storage, and how many ops lie between.
-
-        Gradients pass through sums and are added up, so that an op may see the gradient of a tensor that it has not
-        touched; then axes are followed from tensor to tensor, at most `REACH` ops far.
-        """
-        access = self._layouts.access
-        if op in access[storage]:
-            return access[storage][op], 0
-        front = [(storage, tuple(range(len(self._layouts.axes[storage]))))]
-        seen, wanted = {storage}, frozenset(self._touched.get(op, ()))
-        for away in range(1, REACH + 1):
-            near = [item for item in front if not wanted.isdisjoint(self._beside(item[0]))]  # a mask is beside every layer
-            for other, there in self._next(near, set(seen)):
-                if other in wanted:
-                    names = {axis: n for axis, n in zip(there, access[other][op], strict=True) if axis >= 0}
-                    if any(names.values()):
-                        return tuple(names.get(axis, "") for axis in range(len(self._layouts.axes[storage]))), away
-            front = list(self._next(front, seen))
-        return None
-
-    def _next(self, front: Sequence[tuple[int, tuple[int, ...]]], seen: set[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yields storages one op further, with the axis of the first storage that runs along each of theirs; -1 for none."""
-        access = self._layouts.access
-        for current, axes in front:
-            for between, known in access[current].items():
-                others = [other for other in self._touched.get(between, ()) if other not in seen]
-                here = {n: axis for n, axis in zip(known, axes, strict=True) if n and axis >= 0} if others else {}
-                for other in others if here else ():
-                    there = tuple(here.get(n, -1) for n in access[other][between])
-                    if max(there, default=-1) >= 0:
-                        seen.add(other)
-                        yield other, there
-
-    def _beside(self, storage: int) -> frozenset[int]:
-        """Returns storages that an op touches together with this one."""
-        if storage not in self._neighbours:
-            ops = self._layouts.access[storage]
-            self._neighbours[storage] = frozenset(other for op in ops for other in self._touched.get(op, ()))
-        return self._neighbours[storage]
-
-
 @dataclass(frozen=True, eq=False)
 class Indices:
     """Iteration spaces of ops, and how they access tensors; ops and tensors by number.
@@ -296,26 +194,27 @@ class Traced:
 
     @cached_property
     def indices(self) -> Indices:
-        """Dimensions of ops and axes of tensors that agree; computed on first use."""
+        """Dimensions of ops and axes of tensors that agree, of gradients for their makers alone; computed on first use."""
         layouts = AxisSystem(self.accesses)
         forward_of = self.forward_of
         forward_bytes = {row[0]: row[2] for row in self.rows if row[0] >= 0 and row[1] >= 0 and row[1] not in forward_of}
-        gradients = GradientLayouts(layouts, forward_bytes)
+        touched: dict[int, list[int]] = {}
+        for storage in sorted(forward_bytes.keys() & layouts.access.keys()):
+            for op in layouts.access[storage]:
+                touched.setdefault(op, []).append(storage)
         axes: dict[int, tuple[int, ...]] = {}
         access: dict[int, dict[int, Names]] = {}
         for tensor, (storage, producer, size, users) in enumerate(self.rows):
             if size == 0 or storage < 0:
                 continue
-            if producer not in forward_of:
-                seen = layouts.access.get(storage)
-                if seen:
-                    axes[tensor] = layouts.axes[storage]
-                    touched = [*([producer] if producer >= 0 else []), *users]
-                    access[tensor] = {op: seen[f] for op in touched if (f := forward_of.get(op, op)) in seen}
-                continue
-            layout = gradients.of(forward_of[producer], [forward_of[user] for user in users if user in forward_of], size)
-            if layout is not None:
-                axes[tensor] = layout[0]
-                access[tensor] = {op: layout[1][f] for op in (producer, *users) if (f := forward_of.get(op, -1)) in layout[1]}
+            ops = [*([producer] if producer >= 0 else []), *users]
+            if producer in forward_of:
+                readers = {forward_of[user] for user in users if user in forward_of}
+                fit = [s for s in touched.get(forward_of[producer], ()) if forward_bytes[s] >= size]
+                rank = [(forward_bytes[s] == size, len(readers & layouts.access[s].keys())) for s in fit]
+                storage, ops = fit[rank.index(max(rank))] if fit else -1, [producer]
+            if seen := layouts.access.get(storage):
+                axes[tensor] = layouts.axes[storage]
+                access[tensor] = {op: seen[f] for op in ops if (f := forward_of.get(op, op)) in seen}
         statistics = {op: layouts.statistics(op, space) for op, space in self.accesses.items() if space.statistics}
         return Indices(layouts.dims, axes, access, statistics)

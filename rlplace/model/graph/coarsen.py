@@ -154,13 +154,11 @@ class _Contraction:
         return self.groups.find(node)
 
     def run(self) -> None:
-        # Clusters of one group that can be one cluster are: they cannot be placed apart anyway.
-        self.dag.contract_edges(self.dag.edges(), self.rank, self.same_group, self.merged_free)
-        # Nodes without time and bytes (views of inputs) are no decision of their own.
-        self.dag.contract_edges(self.dag.edges(), self.rank, self.weightless, self.merged_free)
+        # Clusters of one group cannot be placed apart, and nodes without time and bytes (views of inputs) are no decision.
+        self.dag.contract_edges(self.dag.edges(), self.rank, self.undecided, lambda *nodes: self.merged(*nodes) and False)
         for node, reader in self.loose_views:
             a, b = self.dag.find(node), self.dag.find(reader)
-            if a != b and self.weightless(a, a) and not self.dag.successors[a] and not self.dag.predecessors[a]:
+            if a != b and self.undecided(a, b) and not self.dag.successors[a] and not self.dag.predecessors[a]:
                 self.merged(a, b, self.dag.merge(a, b)[0])
         for multiple in _CAPS:
             self.cap = multiple / self.target
@@ -171,11 +169,9 @@ class _Contraction:
     def rank(self, a: int, b: int) -> int:
         return self.tree.depth[self.tree.lowest_common(self.module[a], self.module[b])]
 
-    def same_group(self, a: int, b: int) -> bool:
-        return self.group(a) == self.group(b)
-
-    def weightless(self, a: int, b: int) -> bool:
-        return any(self.time[group] == self.held[group] == 0.0 for group in (self.group(a), self.group(b)))
+    def undecided(self, a: int, b: int) -> bool:
+        g, h = self.group(a), self.group(b)
+        return g == h or any(self.time[group] == self.held[group] == 0.0 for group in (g, h))
 
     def admit(self, a: int, b: int) -> bool:
         return self.fits(self.group(a), self.group(b), self.cap)
@@ -188,10 +184,6 @@ class _Contraction:
         return time <= max(cap, _ABSORB * max(self.peak_time[g], self.peak_time[h])) and held <= max(
             held_cap, _ABSORB * max(self.peak_held[g], self.peak_held[h])
         )
-
-    def merged_free(self, a: int, b: int, keep: int) -> bool:
-        self.merged(a, b, keep)
-        return False
 
     def merged(self, a: int, b: int, keep: int) -> bool:
         self.module[keep] = self.tree.lowest_common(self.module[a], self.module[b])

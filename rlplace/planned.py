@@ -10,7 +10,7 @@ import torch
 from rlplace.captured import Recipe
 from rlplace.errors import InputError, show
 from rlplace.plan.plan import PlacementPlan
-from rlplace.problem.io import Source
+from rlplace.problem.check import Source
 from rlplace.records import build, plain
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from rlplace.limits import DEVICES
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Strategy
-from rlplace.problem.io import check_source
+from rlplace.problem.check import check_source
 from rlplace.records import Count, Record, build, plain
 
 _Device = Annotated[int, Meta(ge=0, lt=DEVICES)]

@@ -1,31 +1,16 @@
-"""A problem from plain lists; random ones of any size come from `rlplace.problem.generate`.
-
-Problems as networkx graphs, so that any directed acyclic graph can be placed.
-
-Node attributes: `group` (name, default: the node's own), `phase`, `time_s` (number or one per device, None where it cannot
-run), `temporary_bytes`, `resident_bytes` and `device` (taken from the first node of a group that has them), `kind`. Edge
-attributes: `bytes` and `tensor`: edges out of one node with equal `tensor` are the same tensor (sent once per device);
-without the attribute every edge is a tensor of its own, parallel edges of a multigraph too.
-"""
+"""A problem from plain lists; random ones of any size come from `rlplace.problem.generate`."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlplace.cluster.links import Device, Links
-from rlplace.errors import InputError, show
-from rlplace.limits import MAX_BYTES
 from rlplace.problem.check import COLLECTIVE
-from rlplace.problem.problem import PHASES, Collective, Problem
-
-if TYPE_CHECKING:
-    import networkx as nx
-
-    from rlplace.cluster.parse import Cluster
+from rlplace.problem.problem import Collective, Problem
 
 
 class TensorSpec(NamedTuple):
@@ -111,80 +96,3 @@ def build_problem(
         op_kind=tuple(COLLECTIVE if op in members else "" for op in range(ops)) if members else None,
         collectives=tuple(Collective(tuple(took), tuple(held)) for took, held in collectives),
     )
-
-
-def problem_from_networkx(graph: nx.DiGraph, cluster: Cluster, *, name: str = "networkx") -> Problem:
-    """Builds a problem from a directed acyclic graph with the attributes named in the module docstring."""
-    if not hasattr(cluster, "to_problem_devices"):
-        raise InputError(f"from_networkx: expected a Cluster, as Cluster.preset('a100-80g:4') gives, found {show(cluster)}")
-    if not (hasattr(graph, "is_directed") and graph.is_directed()):
-        raise InputError("from_networkx: expected a directed networkx graph; edges point from producer to consumer")
-    devices, links = cluster.to_problem_devices()
-    nodes = list(graph.nodes)
-    index = {node: i for i, node in enumerate(nodes)}
-    group_index: dict[str, int] = {}
-    resident: dict[int, int] = {}
-    fixed: dict[int, int] = {}
-    op_group, times = [], []
-    for node, data in graph.nodes(data=True):
-        group = group_index.setdefault(str(data.get("group", node)), len(group_index))
-        if data.get("resident_bytes") is not None:
-            resident.setdefault(group, _whole(data["resident_bytes"], f"node {show(node)}: resident_bytes"))
-        if data.get("device") is not None:
-            fixed.setdefault(group, _whole(data["device"], f"node {show(node)}: device", len(devices) - 1))
-        op_group.append(group)
-        times.append(_times(data.get("time_s"), len(devices), node))
-    tensors: dict[tuple[int, Any], set[int]] = {}
-    sizes: dict[tuple[int, Any], int] = {}
-    for number, (source, target, data) in enumerate(graph.edges(data=True)):
-        tensor = data.get("tensor")
-        if not isinstance(tensor, Hashable):
-            raise InputError(f"edge {show(source)} to {show(target)}: tensor must be a number or a name, found {show(tensor)}")
-        key = (index[source], ("edge", number) if tensor is None else tensor)
-        tensors.setdefault(key, set()).add(index[target])
-        sizes[key] = max(sizes.get(key, 0), _whole(data.get("bytes", 0), f"edge {show(source)} to {show(target)}: bytes"))
-    kinds = tuple(str(d.get("kind") or "") for _, d in graph.nodes(data=True))
-    temporary = [_whole(d.get("temporary_bytes", 0), f"node {show(n)}: temporary_bytes") for n, d in graph.nodes(data=True)]
-    return Problem(
-        name=name,
-        devices=devices,
-        links=links,
-        group_names=tuple(group_index),
-        resident_bytes=np.array([resident.get(g, 0) for g in range(len(group_index))]),
-        group_device=np.array([fixed.get(g, -1) for g in range(len(group_index))]),
-        op_names=tuple(str(node) for node in nodes),
-        op_group=np.array(op_group),
-        op_phase=np.array([_phase(d.get("phase", "forward"), n) for n, d in graph.nodes(data=True)]),
-        time_s=np.array(times, dtype=np.float64).reshape(len(nodes), len(devices)),
-        temporary_bytes=np.array(temporary, dtype=np.int64),
-        **tensor_fields([(key[0], -1, sizes[key], sorted(readers)) for key, readers in tensors.items()]),
-        op_kind=kinds if any(kinds) else None,
-        source={"networkx": name},
-    )
-
-
-def _whole(value: Any, where: str, most: int = MAX_BYTES) -> int:
-    try:
-        whole = int(value)
-    except (TypeError, ValueError, OverflowError):
-        raise InputError(f"{where}: {show(value)} is not a whole number") from None
-    if whole != value or not 0 <= whole <= most:
-        raise InputError(f"{where}: {show(value)} is not a whole number in 0..{most}")
-    return whole
-
-
-def _times(value: Any, num_devices: int, node: Any) -> list[float]:
-    values = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value] * num_devices
-    if len(values) != num_devices:
-        raise InputError(f"node {show(node)}: time_s has {len(values)} values, the cluster has {num_devices} devices")
-    for value in values:
-        number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-        if value is not None and (not number or not abs(value) < 1e300):
-            raise InputError(f"node {show(node)}: time_s is not a number in range; use None where the op cannot run")
-    return [np.nan if v is None else float(v) for v in values]
-
-
-def _phase(value: str, node: Any) -> int:
-    if not isinstance(value, str) or value not in PHASES:
-        raise InputError(f"node {show(node)}: phase {show(value)} is not one of {', '.join(PHASES)}")
-    return PHASES.index(value)

@@ -1,4 +1,4 @@
-"""Checks that a `Problem` is well formed before its numbers are used."""
+"""Checks that a `Problem` is well formed before its numbers are used, and what its `source` may say."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,6 +15,7 @@ from rlplace.cluster.links import MAX_CHANNEL, MAX_SECONDS
 from rlplace.errors import InputError, show
 from rlplace.limits import MAX_BYTES
 from rlplace.problem.order import topological_order
+from rlplace.records import Count, build
 
 if TYPE_CHECKING:
     from rlplace.problem.problem import Problem
@@ -250,3 +252,40 @@ def _topological_order(problem: Problem) -> NDArray[np.int32]:
         stuck = stuck if stuck < count else problem.collectives[stuck - count].ops[0]
         raise _fail(f"ops[{stuck}] ({problem.op_names[stuck][:80]})", "the graph is cyclic; this op waits on a cycle")
     return np.array([op for op in order if op < count], dtype=np.int32)
+
+
+class Costs(msgspec.Struct, frozen=True):
+    """The cost table of a problem: where it was read, and its fingerprint."""
+
+    path: str | None = None
+    fingerprint: str | None = None
+
+
+class Source(msgspec.Struct, frozen=True):
+    """The entries of a source that are read, out of possibly more: how the problem was made."""
+
+    graph: dict[str, Any] | None = None
+    costs: Costs | None = None
+    capture: dict[str, Any] | None = None
+    op_times: dict[str, dict[str, float]] | None = None
+    cluster: str | None = None
+    cluster_fingerprint: str | None = None
+    graph_fingerprint: str | None = None
+    groups: Count | None = None
+    split_backward: bool | None = None
+    level: str | None = None
+    host: str | None = None
+
+    @property
+    def table(self) -> Costs:
+        """The cost table's entry."""
+        return self.costs or Costs()
+
+
+def check_source(source: Any, where: str) -> None:
+    """Checks the `source` of a parsed file.
+
+    Raises:
+        InputError: It is no object, or one of these entries has another type than rlplace writes.
+    """
+    build(Source, source, f"{where}: source")

@@ -1,9 +1,16 @@
-"""Problem files: ``rlplace.problem`` version 1 (docs/formats.md)."""
+"""Problem files, ``rlplace.problem`` version 1 (docs/formats.md), and problems from networkx graphs.
+
+Any directed acyclic graph can be placed. Node attributes: `group` (name, default: the node's own), `phase`, `time_s` (number or
+one per device, None where it cannot run), `temporary_bytes`, `resident_bytes` and `device` (taken from the first node of a
+group that has them), `kind`. Edge attributes: `bytes` and `tensor`: edges out of one node with equal `tensor` are the same
+tensor (sent once per device); without the attribute every edge is a tensor of its own, parallel edges of a multigraph too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -15,47 +22,15 @@ from rlplace.cluster.fabric import fabrics_from_list
 from rlplace.cluster.links import Device, LinksTable, matrix
 from rlplace.errors import InputError, show
 from rlplace.files import check_header, read_record, without_collections
-from rlplace.problem.build import tensor_fields
-from rlplace.problem.check import check_counts
+from rlplace.problem.build import TensorRow, tensor_fields
+from rlplace.problem.check import check_counts, check_source
 from rlplace.problem.problem import PHASES, RESIDENT_PARTS, Collective, Phase, Problem, WideInt
-from rlplace.records import Bytes, Count, Record, build, plain
+from rlplace.records import Bytes, Record, build, plain
 
+if TYPE_CHECKING:
+    import networkx as nx
 
-class Costs(msgspec.Struct, frozen=True):
-    """The cost table of a problem: where it was read, and its fingerprint."""
-
-    path: str | None = None
-    fingerprint: str | None = None
-
-
-class Source(msgspec.Struct, frozen=True):
-    """The entries of a source that are read, out of possibly more: how the problem was made."""
-
-    graph: dict[str, Any] | None = None
-    costs: Costs | None = None
-    capture: dict[str, Any] | None = None
-    op_times: dict[str, dict[str, float]] | None = None
-    cluster: str | None = None
-    cluster_fingerprint: str | None = None
-    graph_fingerprint: str | None = None
-    groups: Count | None = None
-    split_backward: bool | None = None
-    level: str | None = None
-    host: str | None = None
-
-    @property
-    def table(self) -> Costs:
-        """The cost table's entry."""
-        return self.costs or Costs()
-
-
-def check_source(source: Any, where: str) -> None:
-    """Checks the `source` of a parsed file.
-
-    Raises:
-        InputError: It is no object, or one of these entries has another type than rlplace writes.
-    """
-    build(Source, source, f"{where}: source")
+    from rlplace.cluster.parse import Cluster
 
 
 FORMAT = "rlplace.problem"
@@ -255,41 +230,79 @@ def _parse(data: dict[str, Any]) -> Problem:
     count = len(entry.devices)
     if not count:
         raise InputError("problem: devices: a problem needs at least one device")
-    ops, groups, tensors = entry.ops, entry.groups, entry.tensors
-    dims = {index: op.dims for index, op in enumerate(ops) if op.dims is not None}
-    kinds = tuple(op.kind for op in ops)
-    number = {phase: index for index, phase in enumerate(PHASES)}
-    return Problem(
+    return _problem(
+        entry.groups,
+        entry.ops,
+        [
+            (-1 if t.producer is None else t.producer, -1 if t.owner is None else t.owner, t.size_bytes, t.consumers)
+            for t in entry.tensors
+        ],
         name=entry.name,
         samples_per_microbatch=entry.samples_per_microbatch,
         devices=tuple(Device(**asdict(device)) for device in entry.devices),
         links=entry.links.links(fabrics_from_list(entry.links.fabrics, count)),
-        group_names=tuple(group.name for group in groups),
-        resident_bytes=_numbers([group.resident_bytes for group in groups]),
-        weight_bytes=_numbers([group.weight_bytes for group in groups]),
-        gradient_bytes=_numbers([group.gradient_bytes for group in groups]),
-        optimizer_bytes=_numbers([group.optimizer_bytes for group in groups]),
-        group_device=_numbers([group.device for group in groups]).astype(np.int32),
-        op_names=tuple(op.name for op in ops),
-        op_group=_numbers([op.group for op in ops]).astype(np.int32),
-        op_phase=np.array([number[op.phase] for op in ops], dtype=np.int8),
-        time_s=_times([op.time_s for op in ops], count),
-        temporary_bytes=_numbers([op.temporary_bytes for op in ops]),
-        **tensor_fields(
-            [
-                (-1 if t.producer is None else t.producer, -1 if t.owner is None else t.owner, t.size_bytes, t.consumers)
-                for t in tensors
-            ]
-        ),
-        op_kind=kinds if any(kinds) else None,
-        op_dims=dims,
+        op_dims={index: op.dims for index, op in enumerate(entry.ops) if op.dims is not None},
         tensor_transfer_s={
             index: matrix(tensor.transfer_s, f"problem: tensors[{index}].transfer_s")
-            for index, tensor in enumerate(tensors)
+            for index, tensor in enumerate(entry.tensors)
             if tensor.transfer_s is not None
         },
         collectives=entry.collectives,
         source=entry.source,
+    )
+
+
+def problem_from_networkx(graph: nx.DiGraph, cluster: Cluster, *, name: str = "networkx") -> Problem:
+    """Builds a problem from a directed acyclic graph with the attributes named in the module docstring."""
+    if not hasattr(cluster, "to_problem_devices"):
+        raise InputError(f"from_networkx: expected a Cluster, as Cluster.preset('a100-80g:4') gives, found {show(cluster)}")
+    if not (hasattr(graph, "is_directed") and graph.is_directed()):
+        raise InputError("from_networkx: expected a directed networkx graph; edges point from producer to consumer")
+    devices, links = cluster.to_problem_devices()
+    number = {node: index for index, node in enumerate(graph.nodes)}
+    groups: dict[str, dict[str, Any]] = {}
+    ops: list[_OpEntry] = []
+    for node, data in graph.nodes(data=True):
+        where, given = f"node {show(node)}", {key: plain(value) for key, value in data.items() if value is not None}
+        group = str(given.get("group", node))
+        held = {key: given[key] for key in ("resident_bytes", "device") if key in given}
+        build(_GroupEntry, {"name": group, **held}, where)
+        groups[group] = held | groups.get(group, {"number": len(groups)})
+        own = {"name": str(node), "group": groups[group]["number"], "kind": str(given.get("kind", ""))}
+        kept = {key: given[key] for key in ("phase", "time_s", "temporary_bytes") if key in given}
+        op = build(_OpEntry, {"phase": "forward", "time_s": None, **kept, **own}, where)
+        if any(value != value for value in (op.time_s if isinstance(op.time_s, list) else [op.time_s])):
+            raise InputError(f"{where}: time_s: NaN is not a number in range; use None where the op cannot run")
+        ops.append(op)
+    tensors: dict[tuple[int, Any], set[int]] = {}
+    sizes: dict[tuple[int, Any], int] = {}
+    for edge, (source, target, data) in enumerate(graph.edges(data=True)):
+        where, tensor = f"edge {show(source)} to {show(target)}", data.get("tensor")
+        if not isinstance(tensor, Hashable):
+            raise InputError(f"{where}: tensor must be a number or a name, found {show(tensor)}")
+        key = (number[source], ("edge", edge) if tensor is None else tensor)
+        tensors.setdefault(key, set()).add(number[target])
+        sizes[key] = max(sizes.get(key, 0), build(Bytes, plain(data.get("bytes", 0)), f"{where}: bytes"))
+    rows = [(key[0], -1, sizes[key], sorted(readers)) for key, readers in tensors.items()]
+    entries = [_GroupEntry(group, held.get("resident_bytes", 0), device=held.get("device")) for group, held in groups.items()]
+    return _problem(entries, ops, rows, name=name, devices=devices, links=links, source={"networkx": name})
+
+
+def _problem(groups: Sequence[_GroupEntry], ops: Sequence[_OpEntry], tensors: Sequence[TensorRow], **fields: Any) -> Problem:
+    """Returns the problem of checked entries, with further fields."""
+    kinds, number = tuple(op.kind for op in ops), {phase: index for index, phase in enumerate(PHASES)}
+    return Problem(
+        group_names=tuple(group.name for group in groups),
+        **{name: _numbers([getattr(group, name) for group in groups]) for name in ("resident_bytes", *RESIDENT_PARTS)},
+        group_device=_numbers([group.device for group in groups]).astype(np.int32),
+        op_names=tuple(op.name for op in ops),
+        op_group=_numbers([op.group for op in ops]).astype(np.int32),
+        op_phase=np.array([number[op.phase] for op in ops], dtype=np.int8),
+        time_s=_times([op.time_s for op in ops], len(fields["devices"])),
+        temporary_bytes=_numbers([op.temporary_bytes for op in ops]),
+        **tensor_fields(tensors),
+        op_kind=kinds if any(kinds) else None,
+        **fields,
     )
 
 

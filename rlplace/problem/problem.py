@@ -3,7 +3,7 @@
 Axes used below: D devices, G groups, N ops, T tensors, E tensor-to-consumer pairs.
 
 A problem needs no model and no GPU. It is immutable; its arrays are made read-only. Files are read and written by
-`rlplace.problem.io`, networkx graphs by `rlplace.problem.build`.
+`rlplace.problem.io`, which also reads networkx graphs.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class Problem:
 
     @staticmethod
     def from_networkx(graph: nx.DiGraph, cluster: Any, *, name: str = "networkx") -> Problem:
-        """Builds a problem from any directed acyclic networkx graph; see `rlplace.problem.build`."""
-        from rlplace.problem.build import problem_from_networkx
+        """Builds a problem from any directed acyclic networkx graph; see `rlplace.problem.io`."""
+        from rlplace.problem.io import problem_from_networkx
 
         return problem_from_networkx(graph, cluster, name=name)

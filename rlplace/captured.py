@@ -54,7 +54,7 @@ class Recipe(msgspec.Struct, frozen=True):
         return self.load(device, seed, batch)
 
     def load(self, device: str = "meta", seed: int = 0, batch: int | None = None) -> LoadedModel:
-        """Builds the model, without a word on the code that runs: a person has just named it."""
+        """Builds the model, and does not say whose code runs: a person has just named it."""
         from rlplace.model.zoo import load_model
 
         with contextlib.redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):  # what a model prints is no result

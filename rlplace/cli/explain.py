@@ -19,9 +19,9 @@ from rlplace.text import ms
 
 if TYPE_CHECKING:
     from rlplace.cost.timings import PlanTiming
+    from rlplace.explanation.comparison import WhatIf
     from rlplace.explanation.explain import Explanation
     from rlplace.explanation.report.data import ReportData
-    from rlplace.explanation.what_if import WhatIf
     from rlplace.placement.ask import Priced
     from rlplace.plan import PlacementPlan
     from rlplace.planned import Planned
@@ -85,8 +85,8 @@ def _show_strategy(planned: Planned, options: ExplainOptions) -> None:
     Where the plan's model cannot be built again, it says so and shows the plan alone.
     """
     from rlplace.cli.plan_tables import show_strategy
+    from rlplace.explanation.comparison import what_if_lines
     from rlplace.explanation.strategies import StrategyStep
-    from rlplace.explanation.what_if import what_if_lines
 
     machine = planned.cluster
     if not options.json:

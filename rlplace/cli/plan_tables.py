@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,14 +71,22 @@ def show_step(strategy: Strategy, predicted: Prediction) -> None:
 
 def show_devices(predicted: Prediction, machine: Cluster) -> None:
     """Prints memory by device, and the parts of the step of the busiest device mesh."""
-    rows = []
-    for device, peak in zip(machine.devices, predicted.peak_memory_bytes, strict=True):
-        limit = device.memory_bytes
-        rows.append([device.name, device.kind or "-", gb(peak), gb(limit), f"{100 * peak / limit:.1f} %" if limit else "-"])
-    print_table(["device", "kind", "peak GB", "memory GB", "used"], rows)
+    _print_peaks(machine.devices, predicted.peak_memory_bytes)
     if predicted.parts:
         parts = sorted(predicted.parts.items(), key=lambda item: -item[1])
         print("\nthe busiest place: " + ", ".join(f"{name.replace('_', ' ')} {ms(s)} ms" for name, s in parts if s > 0))
+
+
+def _print_peaks(
+    devices: Sequence[Device], peaks: Sequence[int], more: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> None:
+    """Prints memory by device; `more` has further columns behind the kind."""
+    rows = []
+    for index, device in enumerate(devices):
+        peak, limit, further = peaks[index], device.memory_bytes, (cells[index] for cells in more.values())
+        used = f"{100 * peak / limit:.1f} %" if limit else "-"
+        rows.append([device.name, device.kind or "-", *further, gb(peak), gb(limit), used])
+    print_table(["device", "kind", *more, "peak GB", "memory GB", "used"], rows)
 
 
 def _rivals(entries: Sequence[Rival]) -> Iterator[list[str]]:
@@ -119,12 +128,7 @@ def show_placement(plan: PlacementPlan, problem: Problem) -> None:
     predicted = plan.predicted
     peaks = predicted.peak_memory_bytes
     counts = np.bincount(plan.device_of_group, minlength=problem.num_devices)
-    rows = []
-    for index, device in enumerate(problem.devices):
-        limit = device.memory_bytes
-        share = "-" if limit is None else f"{100 * peaks[index] / limit:.1f} %"
-        rows.append([device.name, device.kind or "-", str(counts[index]), gb(peaks[index]), gb(limit), share])
-    print_table(["device", "kind", "groups", "peak GB", "memory GB", "used"], rows)
+    _print_peaks(problem.devices, peaks, {"groups": list(map(str, counts))})
     print()
     print(f"planner {plan.planner}, problem {problem.name}, executor {predicted.executor}, simulated")
     print(f"{problem.samples_per_microbatch} samples a step, in one pass")

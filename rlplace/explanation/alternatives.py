@@ -131,9 +131,7 @@ def alternatives(run: SimulatedPlan, members: Mapping[str, Sequence[int]]) -> tu
         members: By name the groups of the plan's problem that move together; those of one name that sit on different devices
             are moved one device after the other.
     """
-    base = run
-    if run.plan.order is not None:
-        base = run_unchecked(run.problem, dataclasses.replace(run.plan, order=None))
+    base = by_priority(run)
     path, problem = realised_path(base), base.problem
     here = seconds_by_cause(path)
     choices = []
@@ -141,7 +139,7 @@ def alternatives(run: SimulatedPlan, members: Mapping[str, Sequence[int]]) -> tu
         devices = base.plan.device_of_group[list(groups)]
         for device in np.unique(devices).tolist():
             own = np.array(list(groups))[devices == device]
-            others = [_alternative(base, own, target, here) for target in targets(base) if target != device]
+            others = [alternative(base, own, target, here) for target in targets(base) if target != device]
             others.sort(key=lambda a: (not a.feasible, a.step_time_s is None, a.step_time_s or 0.0))
             choice = GroupChoice(
                 name=name,
@@ -166,7 +164,15 @@ def targets(run: SimulatedPlan) -> list[int]:
     return list(dict.fromkeys([*used, *range(count)]))[:MOST_TARGETS]
 
 
-def _alternative(base: SimulatedPlan, groups: NDArray[np.int64], target: int, here: dict[str, float]) -> Alternative:
+def by_priority(run: SimulatedPlan) -> SimulatedPlan:
+    """Returns the plan without an order, in which a group that moves has no place."""
+    return run if run.plan.order is None else run_unchecked(run.problem, dataclasses.replace(run.plan, order=None))
+
+
+def alternative(
+    base: SimulatedPlan, groups: NDArray[np.int64], target: int, here: Mapping[str, float] | None = None
+) -> Alternative:
+    """Simulates the step with groups on another device; causes of its change where those of the step as it is are given."""
     problem, name = base.problem, base.problem.devices[target].name
     barred = groups[~problem.group_allowed[groups, target]]
     if len(barred):
@@ -176,7 +182,7 @@ def _alternative(base: SimulatedPlan, groups: NDArray[np.int64], target: int, he
     run = run_unchecked(problem, moved(base.plan, groups, target))
     peak = int(run.line.peak_memory_bytes[target])
     changes: dict[str, float] = {}
-    if run.line.step_time_s is not None:
+    if run.line.step_time_s is not None and here is not None:
         there = seconds_by_cause(realised_path(run))
         changes = {cause: there.get(cause, 0.0) - here.get(cause, 0.0) for cause in sorted({*there, *here})}
     reason = "" if run.line.feasible else run.line.violations[0]

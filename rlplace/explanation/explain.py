@@ -11,11 +11,10 @@ from typing import Any
 
 from rlplace.explanation.alternatives import MOST_TARGETS, GroupChoice, alternatives, named_groups, weighty_groups
 from rlplace.explanation.bounds import StepBounds
-from rlplace.explanation.comparison import Difference
+from rlplace.explanation.comparison import AS_IS, CALLS, Difference, WhatIf, what_if_lines
 from rlplace.explanation.placements import PlacementStep, diff_placements
 from rlplace.explanation.relax import Relaxations, relax
 from rlplace.explanation.strategies import StrategyStep, diff_strategies
-from rlplace.explanation.what_if import AS_IS, CALLS, WhatIf, what_if_lines
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.simulator.simulated_plan import run_plan

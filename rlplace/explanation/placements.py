@@ -23,16 +23,25 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.explanation import changes
-from rlplace.explanation.alternatives import SAME
+from rlplace.explanation.alternatives import SAME, alternative, by_priority
 from rlplace.explanation.bounds import StepBounds, channel_loads, device_loads, step_bounds
-from rlplace.explanation.comparison import PLACEMENT, Difference, MovedBlock, Side
-from rlplace.explanation.what_if import AS_IS, CALLS, Variant, WhatIf, evaluate_variants
+from rlplace.explanation.comparison import (
+    AS_IS,
+    CALLS,
+    PLACEMENT,
+    Difference,
+    MovedBlock,
+    Side,
+    Variant,
+    WhatIf,
+    evaluate_variants,
+)
 from rlplace.placement import get_planner
 from rlplace.placement.common.floor import device_classes
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.simulator.path import module_of, realised_path, seconds_by_cause
-from rlplace.simulator.simulated_plan import SimulatedPlan, moved, run_unchecked
+from rlplace.simulator.simulated_plan import SimulatedPlan, run_unchecked
 
 SETTINGS = {"order given": "order", "priorities given": "priority"}
 """Settings of a plan beside devices, and their fields."""
@@ -214,9 +223,8 @@ def _moved_blocks(a: SimulatedPlan, devices: NDArray[np.int32]) -> tuple[tuple[M
     by_time = sorted(members, key=lambda key: -float(mean_s[members[key]].sum()))
     if len(members) > MOST_BLOCKS:
         notes.append(f"of {len(members)} blocks the {MOST_BLOCKS} with most work were simulated")
-    base = a
+    base = by_priority(a) if members else a
     if members and a.plan.order is not None:
-        base = run_unchecked(problem, dataclasses.replace(a.plan, order=None))
         notes.append("the first plan fixes the order of ops; effects of blocks are those of the plan run by priority")
     simulated = set(by_time[:MOST_BLOCKS])
     blocks = [_moved_block(base, key, groups, key in simulated) for key, groups in members.items()]
@@ -227,9 +235,8 @@ def _moved_blocks(a: SimulatedPlan, devices: NDArray[np.int32]) -> tuple[tuple[M
 def _moved_block(base: SimulatedPlan, key: tuple[str, int, int], groups: list[int], simulate: bool) -> MovedBlock:
     module, source, destination = key
     problem, effect, feasible = base.problem, None, False
-    if simulate and problem.group_allowed[groups, destination].all():
-        line = run_unchecked(problem, moved(base.plan, groups, destination)).line
-        if line.step_time_s is not None and base.line.step_time_s is not None:
-            effect, feasible = line.step_time_s - base.line.step_time_s, line.feasible
+    there = alternative(base, np.array(groups), destination) if simulate else None
+    if there is not None and there.step_time_s is not None and base.line.step_time_s is not None:
+        effect, feasible = there.step_time_s - base.line.step_time_s, there.feasible
     names = problem.devices[source].name, problem.devices[destination].name
     return MovedBlock(module, *names, tuple(problem.group_names[group] for group in groups), effect, feasible)

@@ -18,8 +18,17 @@ from typing import Any
 from rlplace.cluster.parse import Cluster, parse
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.explanation.changes import larger, quicker_links
-from rlplace.explanation.comparison import STRATEGY, ChangedWord, Difference, Side
-from rlplace.explanation.what_if import AS_IS, CALLS, Variant, WhatIf, evaluate_variants
+from rlplace.explanation.comparison import (
+    AS_IS,
+    CALLS,
+    STRATEGY,
+    ChangedWord,
+    Difference,
+    Side,
+    Variant,
+    WhatIf,
+    evaluate_variants,
+)
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import uniform_words
 from rlplace.planned import Planned

@@ -58,7 +58,8 @@ def strategy_page(planned: Planned, *, measured: Sequence[PlanTiming] = ()) -> R
     for one, each, own in zip(draft.pipelines, ran, alone, strict=True):
         picture.add(one, *each, result.passes_s - own.passes_s)
     if draft.beside:
-        picture.sum_gradients(draft.devices, max(own.passes_s for own in alone), result.passes_s)
+        passes_s = max(own.passes_s for own in alone)
+        picture.collectives(draft.devices, [Box(-1, passes_s, result.passes_s, BACKWARD, -1)])  # sums of gradients
     timeline = _timeline(planned, draft, picture.lanes(result.step_time_s), result, _curves(ran, result, problem))
     slowest, its_line = ran[max(range(len(ran)), key=lambda i: alone[i].passes_s)]
     run = SimulatedPlan(slowest.problem, _ordered(slowest), its_line)
@@ -233,25 +234,15 @@ class Picture:
                 elif stop > begin:
                     self.boxes += [box._replace(row=device) for device in expanded.stands_for[run.device]]
         for device, boxes in inside.items():
-            self._collectives(expanded.stands_for[device], boxes)
+            self.collectives(expanded.stands_for[device], boxes)
         self._exchanged(draft, expanded, start, end)
 
     def lanes(self, step_s: float) -> Lanes:
         """Returns all boxes, sorted by row and start."""
-        boxes = sorted(self.boxes)
-        row, start, end, op, microbatch, size = zip(*boxes, strict=True) if boxes else ((),) * len(Box._fields)
-        ops = np.array(op, dtype=np.int32)
-        return Lanes(
-            rows=tuple(self.rows),
-            step_s=step_s,
-            row=np.array(row, dtype=np.int32),
-            start_s=np.array(start, dtype=np.float64),
-            end_s=np.array(end, dtype=np.float64),
-            op=ops,
-            group=ops // len(OPS),
-            microbatch=np.array(microbatch, dtype=np.int32),
-            size_bytes=np.array(size, dtype=np.int64),
-        )
+        types = dict(zip(Box._fields, ("i4", "f8", "f8", "i4", "i4", "i8"), strict=True))
+        boxes = np.array(sorted(self.boxes), dtype=list(types.items()))
+        columns = {name: np.ascontiguousarray(boxes[name]) for name in types}
+        return Lanes(rows=tuple(self.rows), step_s=step_s, group=columns["op"] // len(OPS), **columns)
 
     def _exchanged(self, draft: Draft, expanded: ExpandedDraft, start: NDArray[np.float64], end: NDArray[np.float64]) -> None:
         """Draws communication: a row for the collectives of each channel, and for each direction between stages."""
@@ -277,15 +268,12 @@ class Picture:
                 devices[:] = sorted({*devices, *members})
                 boxes.append(Box(-1, begin, stop, len(OPS) * block + phase, -1))
         for devices, boxes in shared.values():
-            self._collectives(devices, boxes)
+            self.collectives(devices, boxes)
         for (here, there), boxes in ways.items():
             self._packed(LaneRow(f"{self._names[here]} → {self._names[there]}", LINK, here, there), boxes)
 
-    def sum_gradients(self, devices: Sequence[int], start_s: float, end_s: float) -> None:
-        """Draws the sums of gradients that parallel pipelines wait for together."""
-        self._collectives(devices, [Box(-1, start_s, end_s, BACKWARD, -1)])
-
-    def _collectives(self, devices: Sequence[int], boxes: list[Box]) -> None:
+    def collectives(self, devices: Sequence[int], boxes: list[Box]) -> None:
+        """Draws collectives among some devices, which never overlap."""
         name = f"collective {among([self._names[device] for device in devices])}"
         self._packed(LaneRow(name, COLLECTIVE, devices[0]), [box for box in boxes if box.end_s > box.start_s])
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from rlplace.cluster import Cluster
+from rlplace.explanation.comparison import AS_IS
 from rlplace.explanation.strategies import StrategyStep
-from rlplace.explanation.what_if import AS_IS
 from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search.search import search

@@ -13,8 +13,8 @@ from rlplace.cluster import Cluster
 from rlplace.cluster.links import Device, Links
 from rlplace.errors import InputError
 from rlplace.explanation import changes
+from rlplace.explanation.comparison import AS_IS
 from rlplace.explanation.placements import PlacementStep
-from rlplace.explanation.what_if import AS_IS
 from rlplace.plan import make_plan
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate

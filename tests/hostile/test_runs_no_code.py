@@ -26,7 +26,6 @@ ALLOWED = {
         "rlplace/__init__.py",  # names of a literal table
         "rlplace/plugins.py",  # entry points of installed packages
         "rlplace/explanation/report/report.py",  # importlib.resources
-        "rlplace/cli/info.py",  # versions
         "rlplace/cli/capture_cache.py",  # versions
         "rlplace/placement/__init__.py",  # names of a literal table
         "rlplace/placement/search.py",

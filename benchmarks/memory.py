@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.harness import arguments, one_thread
+from benchmarks.harness import arguments, markdown, one_thread
 from rlplace.cost import price
 from rlplace.cost.footprint import MemoryOptions, footprint
 from rlplace.model.capture.capture import capture
@@ -95,22 +96,21 @@ def predicted_peak(spec: str, batch: int, seq: int, **how) -> int:
 
 
 def show_real() -> None:
-    print(f"{'model':16} {'real MB':>9} {'MemTracker':>11} {'predicted':>10} {'error':>8}")
-    for spec, batch, seq in REAL:
-        real, tracked, found = real_peak(spec, batch, seq), tracked_peak(spec, batch, seq), predicted_peak(spec, batch, seq)
+    """Prints peaks of small models, two of them with recomputation, one under autocast."""
+    how = {"autocast": torch.bfloat16}, {"autocast": "bf16", "autocast_device": "cpu"}
+    cases: list[tuple[Any, ...]] = [(spec, *sizes, {}, {}) for spec, *sizes in REAL]
+    cases += [
+        (*REAL[0], *how),
+        *((f"{spec},gradient_checkpointing=true", *sizes, {}, {}) for spec, *sizes in (REAL[0], REAL[3])),
+    ]
+    rows = []
+    for spec, batch, seq, ran, asked in cases:
+        real, found = real_peak(spec, batch, seq, **ran), predicted_peak(spec, batch, seq, **asked)
+        tracked = None if ran or "checkpointing" in spec else tracked_peak(spec, batch, seq)
+        name = f"{spec.partition(',')[0]}{' autocast' * bool(ran)}{' recomputed' * ('checkpointing' in spec)}"
         other = "-" if tracked is None else f"{tracked / 1e6:.3f}"
-        print(
-            f"{spec.partition(',')[0]:16} {real / 1e6:9.3f} {other:>11} {found / 1e6:10.3f} {100 * (found / real - 1):+7.2f}%"
-        )
-    spec, batch, seq = REAL[0]
-    real = real_peak(spec, batch, seq, torch.bfloat16)
-    found = predicted_peak(spec, batch, seq, autocast="bf16", autocast_device="cpu")
-    print(f"{'hf:gpt2 autocast':16} {real / 1e6:9.3f} {'-':>11} {found / 1e6:10.3f} {100 * (found / real - 1):+7.2f}%")
-    for spec, batch, seq in (REAL[0], REAL[3]):
-        spec += ",gradient_checkpointing=true"
-        real, found = real_peak(spec, batch, seq), predicted_peak(spec, batch, seq)
-        name = f"{spec.partition(',')[0]} checkp."
-        print(f"{name:16} {real / 1e6:9.3f} {'-':>11} {found / 1e6:10.3f} {100 * (found / real - 1):+7.2f}%")
+        rows.append([name, f"{real / 1e6:.3f}", other, f"{found / 1e6:.3f}", f"{100 * (found / real - 1):+.2f}"])
+    print(markdown(["model", "real MB", "MemTracker", "predicted", "error %"], rows))
 
 
 LLAMA_3B = (

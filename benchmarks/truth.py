@@ -1,12 +1,12 @@
 """Predicts every published training step whose strategy can be expressed, and says how far off that is.
 
-    python -m benchmarks.truth STEPS.csv [--only TEXT] [--graphs DIR] [--save FILE]
+    python -m benchmarks.truth STEPS.csv [--only TEXT] [--save FILE]
 
 STEPS.csv holds published steps (model, devices, strategy, batch, precision, tokens/s a device, ms a step or peak memory); it is
 no part of this repository. Sources are split in halves: what the benchmark or the cost model takes from such rows comes from
 `FIT` alone, the others are for testing. Printed are every row, errors by source (signed mean, mean, median and 90th percentile
 of the absolute ones), order among strategies of one model and cluster, peak memory, and every row that is not priced, with the
-reason. What ran in eight bits is priced as bf16 and counted apart. `--graphs` keeps captured models for the next run.
+reason. What ran in eight bits is priced as bf16 and counted apart.
 """
 
 from __future__ import annotations
@@ -137,7 +137,6 @@ def main() -> None:
         __doc__,
         "steps",
         only=("", "groups whose model, source or devices hold this text"),
-        graphs=(None, "folder that keeps captured models"),
         save=(None, "write predictions as JSON"),
     )
     steps = Path(next(iter(options.steps), "steps.csv"))
@@ -156,7 +155,7 @@ def main() -> None:
         print(", ".join(key), flush=True)
         own = []
         for row in members:
-            own.append(say(row, options.graphs and Path(options.graphs)))
+            own.append(say(row))
             print(show(own[-1]), flush=True)
         timed = [said for said in own if said.row.taken_s and said.step_s]
         judged = judge(own) if len({said.row.words + said.row.recompute for said in timed}) > 1 else {}

@@ -22,8 +22,7 @@ import torch
 from benchmarks.gpu.cases import Case, cases
 from benchmarks.gpu.kernels import SUSTAINED, clear, sustained, time_case
 from benchmarks.gpu.models import FIT, PREDICT, VARIANTS
-from benchmarks.gpu.placed import STRATEGIES, one_process, run_strategy
-from benchmarks.gpu.steps import measure_step
+from benchmarks.gpu.steps import STRATEGIES, measure_step, one_process, run_strategy
 from benchmarks.harness import add_row, arguments, read_rows
 
 SLICES = ("sustained", "kernels", "ops", "steps", "strategies")

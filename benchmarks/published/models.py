@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import pickle
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,34 +63,18 @@ def _half_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_:
 
 @functools.lru_cache(maxsize=2)
 def captures(
-    model: str,
-    seq: int,
-    dtype: str,
-    master_weights: bool,
-    fused_loss: bool,
-    fused_norms: bool,
-    optimizer: str,
-    folder: Path | None,
+    model: str, seq: int, dtype: str, master_weights: bool, fused_loss: bool, fused_norms: bool, optimizer: str
 ) -> tuple[OpGraph, OpGraph]:
-    """Returns a model at two batch sizes, which give all; graphs are kept in a folder where there is one."""
+    """Returns a model at two batch sizes, which give all."""
     spec = MODELS[ALIASES.get(model, model)].format(seq=seq)
 
     def graph(batch: int) -> OpGraph:
-        asked = (spec, batch, seq, dtype, master_weights, fused_loss, fused_norms, optimizer)
-        name = hashlib.sha256(repr(asked).encode()).hexdigest()[:20]
-        path = None if folder is None else folder / f"{name}.pickle"  # with its trace, which graph files have not
-        if path is not None and path.exists():
-            kept: OpGraph = pickle.loads(path.read_bytes())
-            return kept
         loaded = load_model(spec, batch=batch, seq=seq, dtype=dtype)
         module: Any = loaded.module
         if fused_norms:
             fuse_norms(module)
         if fused_loss and "labels" in loaded.example_inputs:
             module.loss_function = _half_loss
-        made = capture(module, loaded.example_inputs, loss=loaded.loss, optimizer=optimizer, master_weights=master_weights)
-        if path is not None:
-            path.write_bytes(pickle.dumps(made))
-        return made
+        return capture(module, loaded.example_inputs, loss=loaded.loss, optimizer=optimizer, master_weights=master_weights)
 
     return graph(2), graph(4)

@@ -7,7 +7,6 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -57,9 +56,9 @@ class Said:
         return self.step_s / self.row.taken_s - 1.0
 
 
-def say(row: Row, folder: Path | None = None) -> Said:
-    """Prices a row; graphs are kept in a folder where there is one."""
-    scores = evaluator(row, folder)
+def say(row: Row) -> Said:
+    """Prices a row."""
+    scores = _evaluator(_asked(row), row.gpus)
     draft = draft_of_row(row, scores.costs.names)
     try:
         cuts = {place.cut(row.microbatch) for place in draft.places}
@@ -70,11 +69,6 @@ def say(row: Row, folder: Path | None = None) -> Said:
         return Said(row, None, reason=str(error))
     hidden_s = found.parts.get("tensor", 0.0) if row.software.overlaps_tensor else 0.0
     return Said(row, found.step_time_s - hidden_s, found.over_bytes, found.peak_memory_bytes, found.parts)
-
-
-def evaluator(row: Row, folder: Path | None) -> DraftEvaluator:
-    """Scores of strategies of a row's model on its devices under its software."""
-    return _evaluator(_asked(row), row.gpus, folder)
 
 
 @dataclass(frozen=True)
@@ -98,9 +92,9 @@ def _asked(row: Row) -> _Asked:
 
 
 @functools.lru_cache(maxsize=4)
-def _evaluator(asked: _Asked, gpus: int, folder: Path | None) -> DraftEvaluator:
+def _evaluator(asked: _Asked, gpus: int) -> DraftEvaluator:
     cluster = cluster_of(asked.gpu, gpus)
-    small, large = captures(*asked.capture, folder)
+    small, large = captures(*asked.capture)
     return DraftEvaluator(PricedBlocks(small, cluster, large, host=asked.host, costs=_costs(asked)), cluster)
 
 

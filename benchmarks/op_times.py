@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.fit_residual import fit_residual, sizes_of
-from benchmarks.harness import SHARED, arguments, data
+from benchmarks.harness import SHARED, arguments, data, markdown
 from rlplace.cluster import KINDS
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.curve import Curve, kernel_seconds
@@ -177,74 +177,61 @@ def errors(curve: Curve, rows: list[Timed], card: DeviceKind) -> np.ndarray:
     return 100.0 * np.abs(predict(curve, rows, card) / seconds - 1.0)
 
 
-def report_held_out(timings: dict[tuple[str, str], list[Timed]], table: CostTable) -> None:
-    print("Errors, %, on shapes not fitted (shipped coefficients); of random shapes also those over 100 us")
-    columns = ("fitted", "held out", "curve", "MAPE", "median", "p90", "signed")
-    print(f"{'class':9s}{'device':10s}{'shapes':14s}" + "".join(f"{text:>9s}" for text in columns))
-    for (name, kind), rows in sorted(timings.items()):
-        curve = table.kinds[kind].curves[(CLASS_OF_FILE[name], "float32", "forward")]
+def report_held_out(timings: dict[tuple[str, str], list[Timed]], table: CostTable) -> str:
+    """Makes the table of errors on shapes not fitted, by the shipped coefficients; `curve` is without the residual."""
+    rows = []
+    for (name, kind), timed in sorted(timings.items()):
+        curve, card = table.kinds[kind].curves[(CLASS_OF_FILE[name], "float32", "forward")], card_of(kind)
         for label, folder, least_s in (
             ("grid", "kernel_timings", 0.0), ("random", "kernel_timings_random", 0.0),
             ("over 100 us", "kernel_timings_random", LARGE_S),
         ):  # fmt: skip
-            own = [row for row in rows if row.folder == folder and row.seconds >= least_s]
-            test = [row for row in own if held_out(row)]
-            if not test:
-                continue
-            seconds = np.array([row.seconds for row in test])
-            signed = 100.0 * (predict(curve, test, card_of(kind)) / seconds - 1.0)
-            plain = errors(msgspec.structs.replace(curve, residual=None), test, card_of(kind)).mean()
-            size = np.abs(signed)
-            print(
-                f"{name:9s}{kind:10s}{label:14s}{len(own) - len(test):9d}{len(test):9d}{plain:9.1f}{size.mean():9.1f}"
-                f"{np.median(size):9.1f}{np.percentile(size, 90):9.1f}{signed.mean():+9.1f}"
-            )
+            own = [row for row in timed if row.folder == folder and row.seconds >= least_s]
+            if test := [row for row in own if held_out(row)]:
+                signed = 100.0 * (predict(curve, test, card) / np.array([row.seconds for row in test]) - 1.0)
+                plain, size = errors(msgspec.structs.replace(curve, residual=None), test, card).mean(), np.abs(signed)
+                figures = plain, size.mean(), np.median(size), np.percentile(size, 90), signed.mean()
+                rows.append([name, kind, label, len(own) - len(test), len(test), *(f"{figure:.1f}" for figure in figures)])
+    return markdown(["class", "device", "shapes", "fitted", "held out", "curve", "mean %", "median", "p90", "signed"], rows)
 
 
-def report_left_out(timings: dict[tuple[str, str], list[Timed]], table: CostTable) -> None:
-    print("Absolute error, %, of every device as if it had never been timed: peaks alone with default fractions; fractions of")
-    print(
-        "the nearest device without and with its residual; the better of both with one factor from 30 timings of the new device"
-    )
-    print("(in brackets: its value). 'preset': the preset's constants, which were read off public medians of that very device.")
-    columns = ("peaks alone", "curve", "residual", "one factor", "", "preset")
-    print(f"{'class':9s}{'device':10s}{'from':10s}" + "".join(f"{text:>12s}" for text in columns))
+def report_left_out(timings: dict[tuple[str, str], list[Timed]], table: CostTable) -> str:
+    """Makes the table of absolute errors of every device as if it had never been timed.
+
+    Peaks alone with default fractions; fractions of the nearest device without and with its residual; the better of both with
+    one factor from 30 timings of the new device, in brackets its value; the preset's constants, which were read off public
+    medians of that very device.
+    """
+    found = []
     for (name, kind), rows in sorted(timings.items()):
-        card, other = card_of(kind), LEAVE_ONE_OUT[kind]
-        op = CLASS_OF_FILE[name]
+        card, other, op = card_of(kind), LEAVE_ONE_OUT[kind], CLASS_OF_FILE[name]
         lent = table.kinds.get(other)
         if lent is None or (op, "float32", "forward") not in lent.curves:
             continue
         with_residual = carried(lent.curves[(op, "float32", "forward")], card, card_of(other))
         curve = msgspec.structs.replace(with_residual, residual=None)
-        sheet = datasheet_curve(card, op, "float32", "forward")
         unknown = DeviceKind("unknown", card.peak_flops, card.memory_bandwidth_bytes_per_s, card.memory_bytes)
-        blank = datasheet_curve(unknown, op, "float32", "forward")
-        rng = np.random.default_rng(0)
-        seen = rng.permutation(len(rows))[:30]
+        blank, sheet = (datasheet_curve(one, op, "float32", "forward") for one in (unknown, card))
+        seen = np.random.default_rng(0).permutation(len(rows))[:30]
         rest = np.setdiff1d(np.arange(len(rows)), seen)
         seconds = np.array([row.seconds for row in rows])
-        best = min(
-            (predict(item, rows, card) for item in (curve, with_residual)),
-            key=lambda p: np.std(np.log(p[seen] / seconds[seen])),
-        )
+        both = [predict(item, rows, card) for item in (curve, with_residual)]
+        best = min(both, key=lambda predicted: np.std(np.log(predicted[seen] / seconds[seen])))
         factor = float(np.exp(np.median(np.log(seconds[seen] / best[seen]))))
         scaled = 100.0 * np.abs(factor * best[rest] / seconds[rest] - 1.0).mean()
-        print(
-            f"{name:9s}{kind:10s}{other:10s}{errors(blank, rows, card).mean():12.1f}{errors(curve, rows, card).mean():12.1f}"
-            f"{errors(with_residual, rows, card).mean():12.1f}{scaled:12.1f}{f'({factor:.2f})':>12s}"
-            f"{errors(sheet, rows, card).mean():12.1f}"
-        )
+        alone, without, carrying, preset = (errors(one, rows, card).mean() for one in (blank, curve, with_residual, sheet))
+        figures = [f"{alone:.1f}", f"{without:.1f}", f"{carrying:.1f}", f"{scaled:.1f} ({factor:.2f})", f"{preset:.1f}"]
+        found.append([name, kind, other, *figures])
+    return markdown(["class", "device", "from", "peaks alone", "curve", "residual", "one factor", "preset"], found)
 
 
 def carried(curve: Curve, card: DeviceKind, other: DeviceKind) -> Curve:
     """Returns equal fractions of peak and bandwidth, half points that take equally long."""
+    faster = card.memory_bandwidth_bytes_per_s / other.memory_bandwidth_bytes_per_s
     return msgspec.structs.replace(
         curve,
         compute_half_flops=curve.compute_half_flops * card.peak_flops["float32"] / other.peak_flops["float32"],
-        bandwidth_half_bytes=curve.bandwidth_half_bytes
-        * card.memory_bandwidth_bytes_per_s
-        / other.memory_bandwidth_bytes_per_s,
+        bandwidth_half_bytes=curve.bandwidth_half_bytes * faster,
     )
 
 
@@ -262,9 +249,9 @@ def main() -> None:
         dataclasses.replace(fitted, kinds={**shipped_costs().kinds, **fitted.kinds}).save(SHIPPED)
         print(f"wrote {SHIPPED}")
     elif options.left_out:
-        report_left_out(timings, shipped_costs())
+        print(report_left_out(timings, shipped_costs()))
     else:
-        report_held_out(timings, shipped_costs())
+        print(report_held_out(timings, shipped_costs()))
 
 
 if __name__ == "__main__":

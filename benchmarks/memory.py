@@ -103,14 +103,13 @@ def show_real() -> None:
         (*REAL[0], *how),
         *((f"{spec},gradient_checkpointing=true", *sizes, {}, {}) for spec, *sizes in (REAL[0], REAL[3])),
     ]
-    rows = []
+    print(markdown(["model", "real MB", "MemTracker", "predicted", "error %"], []))
     for spec, batch, seq, ran, asked in cases:
         real, found = real_peak(spec, batch, seq, **ran), predicted_peak(spec, batch, seq, **asked)
         tracked = None if ran or "checkpointing" in spec else tracked_peak(spec, batch, seq)
         name = f"{spec.partition(',')[0]}{' autocast' * bool(ran)}{' recomputed' * ('checkpointing' in spec)}"
         other = "-" if tracked is None else f"{tracked / 1e6:.3f}"
-        rows.append([name, f"{real / 1e6:.3f}", other, f"{found / 1e6:.3f}", f"{100 * (found / real - 1):+.2f}"])
-    print(markdown(["model", "real MB", "MemTracker", "predicted", "error %"], rows))
+        print(f"| {name} | {real / 1e6:.3f} | {other} | {found / 1e6:.3f} | {100 * (found / real - 1):+.2f} |", flush=True)
 
 
 LLAMA_3B = (

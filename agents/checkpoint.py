@@ -17,9 +17,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import gymnasium
-import numpy as np
-import sb3_contrib
 import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -39,6 +36,7 @@ from rlplace.agents.policies import (
 from rlplace.envs.base import ENVIRONMENTS
 from rlplace.errors import InputError, show, unknown_name, whole_number
 from rlplace.files import check_keys, locked, read_bytes, read_json, write_bytes, write_files
+from rlplace.plugins import version_of
 
 
 def fill(module: torch.nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
@@ -74,14 +72,8 @@ def read_tensors(path: Path, payload: bytes | None = None) -> dict[str, Tensor]:
 
 def versions() -> dict[str, str]:
     """Returns versions of the packages that determine a training."""
-    return {
-        "rlplace": rlplace.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "gymnasium": gymnasium.__version__,
-        "sb3-contrib": sb3_contrib.__version__,
-        "numpy": np.__version__,
-    }
+    packages = {name: version_of(name) for name in ("torch", "gymnasium", "sb3-contrib", "numpy")}
+    return {"rlplace": rlplace.__version__, "python": platform.python_version(), **packages}
 
 
 def card_of(name: str, environment: str, training: Mapping[str, Any]) -> str:

@@ -258,7 +258,7 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
         self.candidates = max(len(scenario.pool.drafts) for scenario in scenarios)
         most = self.candidates + 1
         self.stages = max(sum(one.stages for one in d.pipelines) for scenario in scenarios for d in scenario.pool.drafts)
-        self._graphs: dict[int, dict[str, NDArray[Any]]] = {}  # by pool
+        self._graphs = cache(lambda pool: plan_graphs(pool, self.candidates, self.stages))
         self.action_space = spaces.Discrete(most)
         self.observation_space = spaces.Dict(  # type: ignore[assignment]
             {
@@ -302,16 +302,20 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
         reward = self._worth() - before - self.run_cost - (0.0 if fits else self.loss_cost)
         return self._observe(), reward, over, False, self._info()
 
+    def _quickest_s(self) -> float:
+        """Returns the true step time of the quickest run; inf before any."""
+        done = [ran.candidate for ran in self.belief.observations if ran.step_s is not None]
+        return float(self.scenario.step_s[done].min(initial=math.inf))
+
     @property
     def over(self) -> float:
         """Log of the true step time of the quickest run over the least of all candidates."""
-        done = [ran.candidate for ran in self.belief.observations if ran.step_s is not None]
-        return LOST if not done else min(LOST, math.log(float(self.scenario.step_s[done].min()) / self.scenario.least_s))
+        return min(LOST, math.log(self._quickest_s() / self.scenario.least_s))
 
     def _worth(self) -> float:
         """Returns the `reward` of the quickest run."""
-        done = [ran.candidate for ran in self.belief.observations if ran.step_s is not None]
-        return max(-LOST, self._reward(float(self.scenario.step_s[done].min()), self.scenario.least_s)) if done else -LOST
+        quickest_s = self._quickest_s()
+        return -LOST if quickest_s == math.inf else max(-LOST, self._reward(quickest_s, self.scenario.least_s))
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Returns bool [K + 1]: what has not run yet, and to stop once something has."""
@@ -331,10 +335,7 @@ class ClusterEnv(gymnasium.Env[dict[str, NDArray[Any]], np.int64]):
         return "\n".join([*lines, f"{100 * math.expm1(self.over):.1f} % over the best"])
 
     def _observe(self) -> dict[str, NDArray[Any]]:
-        pool = self.scenario.pool
-        if id(pool) not in self._graphs:
-            self._graphs[id(pool)] = plan_graphs(pool, self.candidates, self.stages)
-        graphs = {name: value.copy() for name, value in self._graphs[id(pool)].items()}
+        graphs = {name: value.copy() for name, value in self._graphs(self.scenario.pool).items()}
         return {**observe(self.belief, self.runs, self.candidates), **graphs}
 
     def _info(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.plan.plan import PlacementPlan, check_plan
+from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.simulator import Timeline, simulate
 
@@ -40,8 +40,7 @@ def run_plan(problem: Problem, plan: PlacementPlan) -> SimulatedPlan:
     Raises:
         InputError: The plan is for another problem.
     """
-    check_plan(plan, problem)
-    return run_unchecked(problem, plan)
+    return SimulatedPlan(problem, plan, simulate(problem, plan))
 
 
 def run_unchecked(problem: Problem, plan: PlacementPlan) -> SimulatedPlan:

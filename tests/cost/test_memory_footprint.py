@@ -69,10 +69,6 @@ def test_the_list_of_allocations_has_the_simulators_peak(seed, synthetic):
     assert np.array_equal(np.sort(life.item), np.sort(np.tile(np.arange(len(life.device)), 2)))
 
 
-def test_the_workspace_is_what_torch_reserves():
-    assert WORKSPACE_BYTES == 8_519_680  # CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8
-
-
 @settings(max_examples=40)
 @given(st.integers(0, 10_000), st.sampled_from(["task", "op"]), st.booleans(), st.sampled_from(["foreach", "fused", "single"]))
 def test_parts_add_up_and_kernels_and_pages_stay_above_what_is_live(seed, level, expandable, kernel):

@@ -10,6 +10,7 @@ from rlplace.model.capture.capture import capture
 from rlplace.model.capture.export import export_training_graph
 from rlplace.model.graph.opgraph import BACKWARD, FORWARD, UPDATE
 from rlplace.model.zoo import load_model
+from tests.captured import SMALL
 
 
 def flops(graph, kind=None, phase=None):
@@ -151,41 +152,12 @@ def test_mixed_length_products_with_no_batch():
     assert flops(graph, "bmm", FORWARD) == 2 * 4 * 6 * 7 * 5
 
 
-_BERT = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64,vocab_size=100"
-_LLAMA = f"{_BERT},num_key_value_heads=1"
-SPECS = {
-    "gpt2": "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=100",
-    "bert": f"hf:bert,{_BERT}",
-    "llama": f"hf:llama,{_LLAMA}",
-    "mixtral": f"hf:mixtral,{_LLAMA},num_local_experts=4",
-    "t5": "hf:t5,num_layers=2,d_model=32,d_kv=16,num_heads=2,d_ff=64,vocab_size=100",
-    "bart": "hf:bart,encoder_layers=2,decoder_layers=2,d_model=32,encoder_attention_heads=2,decoder_attention_heads=2,"
-    "encoder_ffn_dim=64,decoder_ffn_dim=64,vocab_size=100",
-    "whisper": "hf:whisper,encoder_layers=2,decoder_layers=2,d_model=32,encoder_attention_heads=2,decoder_attention_heads=2,"
-    "encoder_ffn_dim=64,decoder_ffn_dim=64,max_source_positions=32,num_mel_bins=16",
-    "vit": f"hf:vit,{_BERT.rpartition(',')[0]},image_size=32,patch_size=8",
-    "swin": "hf:swin,embed_dim=16,depths=1/1,num_heads=2/2,image_size=32,patch_size=4,window_size=4",
-    "convnext": "hf:convnext,depths=1/1,hidden_sizes=16/32,num_stages=2,image_size=32",
-    "resnet": "hf:resnet,depths=1/1,hidden_sizes=16/32,embedding_size=16,layer_type=basic",
-    "mamba": "hf:mamba,num_hidden_layers=1,hidden_size=32,state_size=4,vocab_size=100",
-    "deberta-v2": f"hf:deberta-v2,{_BERT},relative_attention=true,pos_att_type=c2p|p2c",
-    "lstm": "zoo:lstm,width=32,layers=2,vocab=100",
-    "transformer": "zoo:transformer,width=32,heads=2,layers=1,feedforward=64,vocab=100",
-    "inception": "zoo:inception,blocks=2,width=8,image=32,classes=10",
-    "dlrm": "zoo:dlrm,tables=4,rows=100,width=8,hidden=16",
-    "moe_toy": "zoo:moe_toy,layers=1,experts=3,width=16",
-    "mlp": "zoo:mlp,layers=2,width=16",
-    "nasnet": "zoo:nasnet,cells=2,width=8,image=16",
-    "unet": "zoo:unet,depth=2,width=4,image=16",
-}
-
-
 QUICK = ("gpt2", "t5", "swin", "resnet", "mamba", "lstm", "moe_toy", "mlp")
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in QUICK)) for k in SPECS])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in QUICK)) for k in SMALL])
 def test_captures_by_export(kind):
-    model = load_model(SPECS[kind], batch=2, seq=4 if kind == "mamba" else 16)
+    model = load_model(SMALL[kind], batch=2, seq=4 if kind == "mamba" else 16)
     graph = capture(model.module, model.example_inputs, loss=model.loss)
     assert graph.capture["method"] == "export", graph.capture["notes"]
     assert graph.capture["notes"] == []
@@ -205,7 +177,7 @@ def test_captures_by_export(kind):
 @pytest.mark.parametrize("kind", ["gpt2", "lstm", *(pytest.param(k, marks=pytest.mark.slow) for k in ("mixtral", "resnet"))])
 def test_methods_agree(kind):
     """The same work, weights and gradients, whatever the granularity."""
-    model = load_model(SPECS[kind], batch=2, seq=16)
+    model = load_model(SMALL[kind], batch=2, seq=16)
     graphs = [capture(model.module, model.example_inputs, method=method) for method in ("export", "dispatch", "module")]
     first = graphs[0]
     for graph in graphs[1:]:
@@ -219,9 +191,9 @@ def test_methods_agree(kind):
 
 @pytest.mark.parametrize("kind", ["gpt2", "lstm", *(pytest.param(k, marks=pytest.mark.slow) for k in ("mixtral", "resnet"))])
 def test_export_of_the_real_module_has_the_same_op_names(kind):
-    meta = load_model(SPECS[kind], batch=2, seq=16)
+    meta = load_model(SMALL[kind], batch=2, seq=16)
     graph = capture(meta.module, meta.example_inputs)
-    real = load_model(SPECS[kind], batch=2, seq=16, device="cpu")
+    real = load_model(SMALL[kind], batch=2, seq=16, device="cpu")
     exported = export_training_graph(real.module, (), real.example_inputs)
     names = tuple(exported.op_name_of_node.values())
     assert names == tuple(np.array(graph.op_names)[graph.op_phase == FORWARD])

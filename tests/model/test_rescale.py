@@ -14,26 +14,20 @@ from rlplace.model.capture.capture import capture
 from rlplace.model.capture.weight_gradients import split_weight_gradients
 from rlplace.model.graph.rescale import rescale, two_captures
 from rlplace.model.zoo import load_model
+from tests.captured import SMALL
 
-_BERT = "num_hidden_layers=1,hidden_size=32,num_attention_heads=2,intermediate_size=64,vocab_size=100"
-MODELS = {
-    "gpt2": "hf:gpt2,n_layer=1,n_embd=32,n_head=2,vocab_size=100",
-    "resnet": "hf:resnet,depths=1/1,hidden_sizes=16/32,embedding_size=16,layer_type=basic",
-    "mixtral": f"hf:mixtral,{_BERT},num_key_value_heads=1,num_local_experts=4",
-    "lstm": "zoo:lstm,width=32,layers=2,vocab=100",
-    "dlrm": "zoo:dlrm,tables=4,rows=100,width=8,hidden=16",
-}
+MODELS = ("gpt2", "resnet", "mixtral", "lstm", "dlrm")
 
 
-def at_batch(spec, batch):
-    model = load_model(spec, batch=batch, seq=16)
-    source = {"model": spec, "batch": batch}
+def at_batch(name, batch):
+    model = load_model(SMALL[name], batch=batch, seq=16)
+    source = {"model": name, "batch": batch}
     return capture(model.module, model.example_inputs, loss=model.loss, source=source)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("gpt2", "lstm"))) for n in MODELS])
 def test_a_third_size_is_exact(name):
-    two, five, seven = (at_batch(MODELS[name], batch) for batch in (2, 5, 7))
+    two, five, seven = (at_batch(name, batch) for batch in (2, 5, 7))
     for a, b, c in ((two, five, seven), (seven, two, five), (five, seven, two)):
         found = rescale(a, b, c.samples)
         kinds = {field: getattr(c, field) for field in ("op_kind", "op_target", "op_dtype")}  # dominance may change: see below
@@ -44,14 +38,14 @@ def test_a_third_size_is_exact(name):
 
 
 def test_kinds_come_from_the_nearer_capture():
-    two, seven = at_batch(MODELS["resnet"], 2), at_batch(MODELS["resnet"], 7)
+    two, seven = at_batch("resnet", 2), at_batch("resnet", 7)
     other = replace(seven, op_kind=tuple("other" for _ in seven.op_kind))
     assert rescale(two, other, 3).op_kind == two.op_kind
     assert rescale(two, other, 6).op_kind == other.op_kind
 
 
 def test_groups_and_residents_do_not_depend_on_the_batch():
-    two, five = at_batch(MODELS["gpt2"], 2), at_batch(MODELS["gpt2"], 5)
+    two, five = at_batch("gpt2", 2), at_batch("gpt2", 5)
     problems = [price(rescale(two, five, batch), "a100-80g:2", groups=1000, host="compiled") for batch in (1, 2, 64)]
     assert len({problem.group_names for problem in problems}) == 1
     assert [problem.samples_per_microbatch for problem in problems] == [1, 2, 64]
@@ -63,7 +57,7 @@ def test_groups_and_residents_do_not_depend_on_the_batch():
 
 
 def test_rescaling_and_splitting_commute():
-    two, five = at_batch(MODELS["gpt2"], 2), at_batch(MODELS["gpt2"], 5)
+    two, five = at_batch("gpt2", 2), at_batch("gpt2", 5)
     later = split_weight_gradients(rescale(two, five, 8))[0]
     sooner = rescale(*(split_weight_gradients(graph)[0] for graph in (two, five)), 8)
     assert later.op_names == sooner.op_names

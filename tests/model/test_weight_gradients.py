@@ -13,26 +13,11 @@ from rlplace.errors import InputError
 from rlplace.model.capture.capture import capture
 from rlplace.model.capture.weight_gradients import part_times, split_weight_gradients
 from rlplace.model.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, FORWARD, GRADIENT, UPDATE, OpGraph
-from rlplace.model.zoo import load_model
+from tests.captured import graph_of
 from tests.graphs import GraphBuilder, random_graph, transformer_graph
 
 ONE, FOUR = Cluster.preset("a100-80g:1"), Cluster.preset("a100-80g:2+t4:2")
 graphs = st.builds(random_graph, st.integers(0, 10_000), st.integers(1, 50), tied=st.booleans(), in_place=st.booleans())
-MODELS = {
-    "gpt2": "hf:gpt2,n_layer=2,n_embd=32,n_head=2,vocab_size=100",
-    "resnet": "hf:resnet,depths=1/1,hidden_sizes=16/32,embedding_size=16,layer_type=basic",
-    "lstm": "zoo:lstm,width=32,layers=2,vocab=100",
-    "t5": "hf:t5,num_layers=2,d_model=32,d_kv=16,num_heads=2,d_ff=64,vocab_size=100",
-}
-
-
-@pytest.fixture(scope="module")
-def captured():
-    found = {}
-    for name, spec in MODELS.items():
-        model = load_model(spec, batch=2, seq=16)
-        found[name] = capture(model.module, model.example_inputs, loss=model.loss)
-    return found
 
 
 def check_split(graph, split, origin):
@@ -71,9 +56,9 @@ def test_random_graphs_keep_their_work_and_times(graph):
     np.testing.assert_allclose(total_s, whole_s, rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models(captured, name):
-    graph = captured[name]
+@pytest.mark.parametrize("name", ["gpt2", "resnet", "lstm", "t5"])
+def test_models(name):
+    graph = graph_of(name)
     split, origin = split_weight_gradients(graph)
     check_split(graph, split, origin)
     backward, weight = split.op_phase == BACKWARD, split.op_phase == BACKWARD_WEIGHT
@@ -121,14 +106,13 @@ def test_a_linear_layer_splits_into_its_two_products():
 
 def test_what_is_computed_from_parameters_alone_goes_with_the_weights():
     """Position tables are read at fixed positions: no op waits for their gradient and the sum over the batch before it."""
-    model = load_model(MODELS["gpt2"], batch=2, seq=16)
-    split = split_weight_gradients(capture(model.module, model.example_inputs))[0]
+    split = split_weight_gradients(graph_of("gpt2"))[0]
     tables = [i for i, name in enumerate(split.op_names) if "wpe" in name and ".backward" in name]
     assert tables and all(split.op_phase[i] == BACKWARD_WEIGHT for i in tables)
 
 
-def test_attention_stays_whole(captured):
-    split = split_weight_gradients(captured["t5"])[0]  # its position bias is a parameter
+def test_attention_stays_whole():
+    split = split_weight_gradients(graph_of("t5"))[0]  # its position bias is a parameter
     kinds = {split.op_kind[i] for i in np.flatnonzero(split.op_phase == BACKWARD_WEIGHT)}
     assert "attention" not in kinds and "gemm" in kinds
 
@@ -171,8 +155,8 @@ def test_twice_is_refused():
         split_weight_gradients(split)
 
 
-def test_a_split_graph_survives_its_file(tmp_path, captured):
-    split = split_weight_gradients(captured["gpt2"])[0]
+def test_a_split_graph_survives_its_file(tmp_path):
+    split = split_weight_gradients(graph_of("gpt2"))[0]
     split.save(tmp_path / "g.graph.json")
     again = OpGraph.load(tmp_path / "g.graph.json")
     assert again.fingerprint == split.fingerprint

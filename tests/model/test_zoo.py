@@ -11,6 +11,7 @@ from rlplace.cli.capture_cache import cached
 from rlplace.errors import InputError, MissingError
 from rlplace.model.capture.capture import capture
 from rlplace.model.zoo import LoadedModel, load_model
+from tests import captured
 
 
 def test_transformers_type_with_options():
@@ -50,19 +51,9 @@ def test_dtype_and_device():
     assert torch.isfinite(real.module(**real.example_inputs)["loss"])
 
 
-@pytest.mark.parametrize("name", ["dlrm", "inception", "lstm", "mlp", "moe_toy", "nasnet", "transformer", "unet"])
+@pytest.mark.parametrize("name", [name for name, spec in captured.SMALL.items() if spec.startswith("zoo:")])
 def test_zoo_models_are_seeded_and_run(name):
-    small = {
-        "dlrm": "rows=50,tables=3,width=8,hidden=8",
-        "inception": "blocks=1,width=4,image=32,classes=3",
-        "lstm": "layers=1,width=8,vocab=20",
-        "mlp": "layers=1,width=8",
-        "moe_toy": "layers=1,width=8,experts=2",
-        "nasnet": "cells=2,width=4,image=8",
-        "transformer": "layers=1,width=8,heads=2,feedforward=8,vocab=20",
-        "unet": "depth=1,width=4,image=8",
-    }
-    models = [load_model(f"zoo:{name},{small[name]}", batch=2, seq=6, device="cpu") for _ in range(2)]
+    models = [load_model(captured.SMALL[name], batch=2, seq=6, device="cpu") for _ in range(2)]
     for key, value in models[0].example_inputs.items():
         assert torch.equal(value, models[1].example_inputs[key])
     loss = models[0].module(**models[0].example_inputs)["loss"]

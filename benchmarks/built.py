@@ -24,7 +24,7 @@ from benchmarks.harness import Row, arguments, markdown, one_thread, read_rows, 
 from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.graph_network import GraphNetwork, built
 from rlplace.agents.policies import Policy
-from rlplace.agents.problems import validation_cases
+from rlplace.agents.problems import split_cases
 from rlplace.agents.problems.training import training_case
 from rlplace.envs import PlacementEnv, PlacementInstance, make_instance
 from rlplace.envs.construction import CONSTRUCTION_FEATURES
@@ -42,7 +42,7 @@ COLUMNS = ("likeliest plan of either order", "best of 16", "best of 16 and `best
 
 def instances() -> Iterator[tuple[str, str, PlacementInstance]]:
     """Yields set, name and instance of every case that has a floor and two devices."""
-    for case in validation_cases():
+    for case in split_cases("validation"):
         yield "validation", case.name, make_instance(case.problem)
     number = found = 0
     while found < HELD:

@@ -29,12 +29,11 @@ from numpy.typing import NDArray
 from benchmarks.harness import arguments
 from rlplace.agents.move_ranking import choose, starting_plans
 from rlplace.agents.problems.cases import ProblemCase
-from rlplace.agents.problems.splits import test_cases, train_cases, validation_cases
+from rlplace.agents.problems.splits import split_cases
 from rlplace.envs.instance import make_instance
 from rlplace.envs.refinement import RefinementEnv
 from rlplace.errors import InputError, MissingError, RlplaceError
 
-SPLITS = {"train": train_cases, "validation": validation_cases, "test": test_cases}
 ENV_IDS = {
     "train": "rlplace/Refinement-train-v0",
     "validation": "rlplace/Refinement-val-v0",
@@ -195,7 +194,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = arguments(
         __doc__,
         words=words,
-        split=("validation", "which problems", SPLITS),
+        split=("validation", "which problems", ENV_IDS),
         out=(Path("data"), "root of data sets, made where it is missing"),
         seed=(0, "of all random choices"),
         moves=(MOVES, "moves that are offered, stop among them"),
@@ -203,7 +202,7 @@ def main(words: Sequence[str] | None = None) -> int:
         count=(0, "only the first cases; the environment cannot be recovered then"),
     )
     try:
-        cases = SPLITS[options.split](progress=lambda line: print(line, file=sys.stderr))
+        cases = split_cases(options.split, progress=lambda line: print(line, file=sys.stderr))
         chosen = cases[: options.count or None]
         env, walks = make_walks(chosen, seed=options.seed, moves=options.moves, states=options.states)
         spec = None

@@ -2,7 +2,7 @@
 
 from rlplace.agents.problems.cases import ProblemCase, load_cases, save_cases
 from rlplace.agents.problems.sources import CaseSource, cases_of, default_set
-from rlplace.agents.problems.splits import closing_cases, test_cases, validation_cases
+from rlplace.agents.problems.splits import closing_cases, split_cases
 from rlplace.agents.problems.training import training_case
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "default_set",
     "load_cases",
     "save_cases",
-    "test_cases",
+    "split_cases",
     "training_case",
-    "validation_cases",
 ]

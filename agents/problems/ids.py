@@ -14,7 +14,7 @@ import numpy as np
 
 from rlplace.agents.problems.cases import is_branchy, made_by, set_folder
 from rlplace.agents.problems.questions import strategy_questions
-from rlplace.agents.problems.splits import test_cases, train_cases, validation_cases
+from rlplace.agents.problems.splits import split_cases
 from rlplace.envs.base import PlacerEnv
 from rlplace.envs.instance import PlacementInstance, make_instance
 from rlplace.envs.placement import PlacementEnv
@@ -24,7 +24,7 @@ from rlplace.envs.vector import PlacementVectorEnv, PlacerVectorEnv, RefinementV
 from rlplace.errors import InputError, unknown_name
 from rlplace.files import read_json, write_json
 
-_CASES = {"train": train_cases, "val": validation_cases, "test": test_cases}
+_CASES = {"train": "train", "val": "validation", "test": "test"}
 SPLITS = (*_CASES, "branchy")
 """Splits by the name in an id; *branchy* is the part of *test* whose graphs offer parallel work."""
 
@@ -51,7 +51,7 @@ def instances_of(split: str) -> tuple[PlacementInstance, ...]:
         raise unknown_name("split", split, SPLITS)
     if split == "branchy":
         return tuple(instance for instance in instances_of("test") if is_branchy(instance.problem))
-    cases = _CASES[split](progress=lambda line: print(f"rlplace: {line}", file=sys.stderr))
+    cases = split_cases(_CASES[split], progress=lambda line: print(f"rlplace: {line}", file=sys.stderr))
     folder, kept = set_folder("floors"), {}
     path = None if folder is None else folder / f"{split}.json"
     if path is not None:

@@ -86,41 +86,18 @@ _TEST_SYNTHETIC = ((4, 1), (8, 2), (3, 1), (16, 4), (7, 1), (10, 2), (9, 3), (14
 """Devices and hosts of synthetic cases; some unseen in training."""
 
 
-def validation_cases(folder: str | Path | None = None, *, progress: Callable[[str], None] | None = None) -> list[ProblemCase]:
-    """Returns the cases to tune on; see `test_cases`."""
-    return _fixed("validation", folder, progress)
-
-
-def test_cases(folder: str | Path | None = None, *, progress: Callable[[str], None] | None = None) -> list[ProblemCase]:
-    """The cases that results are reported on and nothing is tuned on.
+def split_cases(
+    name: str, folder: str | Path | None = None, *, progress: Callable[[str], None] | None = None
+) -> list[ProblemCase]:
+    """Returns the cases of a split.
 
     Args:
+        name: ``test``, the cases that results are reported on and nothing is tuned on; ``validation``, the cases to tune on;
+            ``train``, the first `TRAIN_CASES` cases of the training stream with seed 0, which has no end.
         folder: Folder of the set as ``*.problem.json`` files; it is read when these sources made it, else made, which takes
             about a minute, and written. None: the cache folder, see `set_folder`.
         progress: Called with lines about the progress.
     """
-    return _fixed("test", folder, progress)
-
-
-def train_cases(folder: str | Path | None = None, *, progress: Callable[[str], None] | None = None) -> list[ProblemCase]:
-    """Returns the first `TRAIN_CASES` cases of the training stream with seed 0, which has no end; see `test_cases`."""
-    return _fixed("train", folder, progress)
-
-
-test_cases.__test__ = False  # type: ignore[attr-defined]  # not for pytest to collect
-
-
-def closing_cases(*, progress: Callable[[str], None] | None = None) -> list[ProblemCase]:
-    """Returns the cases of the closing table of `rlplace train`: the validation split.
-
-    Without the transformers extra, its cases that need none, made anew.
-    """
-    if find_spec("transformers") is not None:
-        return validation_cases(progress=progress)
-    return build(SPLITS["validation"], needs=("zoo:", "synthetic:"))
-
-
-def _fixed(name: str, folder: str | Path | None, progress: Callable[[str], None] | None) -> list[ProblemCase]:
     tell = progress or (lambda line: None)
     path = Path(folder) if folder is not None else set_folder(name)
     by = made_by()
@@ -135,6 +112,16 @@ def _fixed(name: str, folder: str | Path | None, progress: Callable[[str], None]
     cases = _made(name)
     save_cases(cases, path, made_by=by)
     return cases
+
+
+def closing_cases(*, progress: Callable[[str], None] | None = None) -> list[ProblemCase]:
+    """Returns the cases of the closing table of `rlplace train`: the validation split.
+
+    Without the transformers extra, its cases that need none, made anew.
+    """
+    if find_spec("transformers") is not None:
+        return split_cases("validation", progress=progress)
+    return build(SPLITS["validation"], needs=("zoo:", "synthetic:"))
 
 
 def _made(name: str) -> list[ProblemCase]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.agent.measure import Job, floor_of, run_row, workers
 from benchmarks.agent.records import Budget, Method, Store
-from rlplace.agents.problems import test_cases, validation_cases
+from rlplace.agents.problems import split_cases
 from rlplace.agents.problems.cases import ProblemCase, is_branchy
 from rlplace.errors import InputError
 from rlplace.problem.generate import random_problem
@@ -56,8 +56,8 @@ def large_cases(name: str, groups: int) -> list[ProblemCase]:
 
 
 SETS = {
-    "test": partial(test_cases, progress=tell),
-    "validation": partial(validation_cases, progress=tell),
+    "test": partial(split_cases, "test", progress=tell),
+    "validation": partial(split_cases, "validation", progress=tell),
     "random": random_cases,
     "large": partial(large_cases, "large", 2_000),
     "larger": partial(large_cases, "larger", 6_667),

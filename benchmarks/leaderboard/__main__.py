@@ -30,7 +30,7 @@ from benchmarks.leaderboard.submission import (
     folders,
     read_submission,
 )
-from rlplace.agents.problems import save_cases, test_cases
+from rlplace.agents.problems import save_cases, split_cases
 from rlplace.agents.problems.cases import ProblemCase, made_by
 from rlplace.errors import InputError, RlplaceError
 from rlplace.files import write_text
@@ -71,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = arguments(words)
     try:
         if options.verb == "freeze":
-            freeze(test_cases(progress=tell), made_by(), options.cases)
+            freeze(split_cases("test", progress=tell), made_by(), options.cases)
             return 0
         cases = board_cases(options.cases)
         if options.verb == "check":

@@ -1,7 +1,7 @@
 """The board: its problems, and LEADERBOARD.md from submissions, a table a class, ordered, with intervals.
 
 The problems are the test split as it was when the board began, in one file, so that entries stay comparable:
-`rlplace.agents.problems.test_cases` captures and prices the split anew with every version of torch, transformers and rlplace,
+`rlplace.agents.problems.split_cases` captures and prices the split anew with every version of torch, transformers and rlplace,
 and its problems then differ in the last digits or more. Plans only compare on the same problem.
 """
 

@@ -202,24 +202,24 @@ def test_a_split_is_read_from_its_folder_and_made_anew_by_other_sources(tmp_path
     made = []
     monkeypatch.setattr(splits, "build", lambda split: made.append(split.name) or small_cases())
     told = []
-    first = problems.test_cases(tmp_path / "test", progress=told.append)
-    again = problems.test_cases(tmp_path / "test", progress=told.append)
+    first = problems.split_cases("test", tmp_path / "test", progress=told.append)
+    again = problems.split_cases("test", tmp_path / "test", progress=told.append)
     assert made == ["test"] and len(told) == 1
     assert [facts(case) for case in again] == [facts(case) for case in first]
     monkeypatch.setattr(splits, "made_by", lambda: {"sources": "other"})
-    problems.test_cases(tmp_path / "test", progress=told.append)
+    problems.split_cases("test", tmp_path / "test", progress=told.append)
     assert made == ["test", "test"] and any("anew" in line for line in told)
     (tmp_path / "test" / "cases.json").write_text("{}")  # a cache that cannot be read is made anew
-    problems.test_cases(tmp_path / "test")
+    problems.split_cases("test", tmp_path / "test")
     assert made == ["test", "test", "test"]
     monkeypatch.setenv("RLPLACE_CACHE", str(tmp_path / "cache"))
-    problems.validation_cases()
+    problems.split_cases("validation")
     assert made[-1] == "validation"
     assert (tmp_path / "cache" / "cases" / "validation" / "cases.json").is_file()
     monkeypatch.setenv("RLPLACE_CACHE", "0")  # keeps nothing
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    assert problems.validation_cases() and made[-1] == "validation"
+    assert problems.split_cases("validation") and made[-1] == "validation"
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -188,7 +188,7 @@ class Strategy(Record, frozen=True):
         Raises:
             InputError: Malformed, or it contradicts itself.
         """
-        if isinstance(data, Mapping) and "batch" in data and "pipelines" not in data:
+        if isinstance(data, Mapping) and "pipelines" not in data:
             own = {key: item for key, item in data.items() if key not in _OF_STEP}
             data = {**{key: data[key] for key in _OF_STEP if key in data}, "pipelines": [own]}
             build(Pipeline, own, where)  # whose messages name its fields without a list

@@ -57,7 +57,7 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
     """Returns the problem as plain JSON data; defaults are left out, so equal problems give equal text."""
     links = problem.links
     matrices = links.bandwidth_bytes_per_s.tolist(), links.latency_s.tolist()
-    numbers = [getattr(problem, name) for name in ("resident_bytes", *RESIDENT_PARTS, "group_device")]
+    numbers = [getattr(problem, name) for name in (*_RESIDENT, "group_device")]
     columns = [[None if n < 0 else n for n in row.tolist()] for row in numbers]
     return {
         "format": FORMAT,
@@ -263,7 +263,8 @@ def problem_from_networkx(graph: nx.DiGraph, cluster: Cluster, *, name: str = "n
     groups: dict[str, dict[str, Any]] = {}
     ops: list[_OpEntry] = []
     for node, data in graph.nodes(data=True):
-        where, given = f"node {show(node)}", {key: plain(value) for key, value in data.items() if value is not None}
+        where = f"node {show(node)}"
+        given: dict[str, Any] = {key: plain(value) for key, value in data.items() if value is not None}
         group = str(given.get("group", node))
         held = {key: given[key] for key in ("resident_bytes", "device") if key in given}
         build(_GroupEntry, {"name": group, **held}, where)
@@ -288,12 +289,16 @@ def problem_from_networkx(graph: nx.DiGraph, cluster: Cluster, *, name: str = "n
     return _problem(entries, ops, rows, name=name, devices=devices, links=links, source={"networkx": name})
 
 
+_RESIDENT = ("resident_bytes", *RESIDENT_PARTS)
+
+
 def _problem(groups: Sequence[_GroupEntry], ops: Sequence[_OpEntry], tensors: Sequence[TensorRow], **fields: Any) -> Problem:
     """Returns the problem of checked entries, with further fields."""
     kinds, number = tuple(op.kind for op in ops), {phase: index for index, phase in enumerate(PHASES)}
+    held: dict[str, Any] = {name: _numbers([getattr(group, name) for group in groups]) for name in _RESIDENT}
     return Problem(
         group_names=tuple(group.name for group in groups),
-        **{name: _numbers([getattr(group, name) for group in groups]) for name in ("resident_bytes", *RESIDENT_PARTS)},
+        **held,
         group_device=_numbers([group.device for group in groups]).astype(np.int32),
         op_names=tuple(op.name for op in ops),
         op_group=_numbers([op.group for op in ops]).astype(np.int32),

@@ -266,12 +266,13 @@ def problem_from_networkx(graph: nx.DiGraph, cluster: Cluster, *, name: str = "n
         where = f"node {show(node)}"
         given: dict[str, Any] = {key: plain(value) for key, value in data.items() if value is not None}
         group = str(given.get("group", node))
-        held = {key: given[key] for key in ("resident_bytes", "device") if key in given}
-        build(_GroupEntry, {"name": group, **held}, where)
+        held: dict[str, Any] = {key: given[key] for key in ("resident_bytes", "device") if key in given}
+        build(_GroupEntry, held | {"name": group}, where)
         groups[group] = held | groups.get(group, {"number": len(groups)})
-        own = {"name": str(node), "group": groups[group]["number"], "kind": str(given.get("kind", ""))}
-        kept = {key: given[key] for key in ("phase", "time_s", "temporary_bytes") if key in given}
-        op = build(_OpEntry, {"phase": "forward", "time_s": None, **kept, **own}, where)
+        entry: dict[str, Any] = {"phase": "forward", "time_s": None}
+        entry |= {key: given[key] for key in ("phase", "time_s", "temporary_bytes") if key in given}
+        entry |= {"name": str(node), "group": groups[group]["number"], "kind": str(given.get("kind", ""))}
+        op = build(_OpEntry, entry, where)
         if any(value != value for value in (op.time_s if isinstance(op.time_s, list) else [op.time_s])):
             raise InputError(f"{where}: time_s: NaN is not a number in range; use None where the op cannot run")
         ops.append(op)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rlplace.problem import Problem as Problem
     from rlplace.runtime.export.device_maps import complete_device_map as complete_device_map
     from rlplace.runtime.export.device_maps import plan_from_device_map as plan_from_device_map
-    from rlplace.runtime.export.export import export as export
+    from rlplace.runtime.export.script import export as export
     from rlplace.runtime.export.trainer import distribute_accelerator as distribute_accelerator
     from rlplace.runtime.export.trainer import distribute_trainer as distribute_trainer
     from rlplace.runtime.job.distribute import distribute as distribute
@@ -73,7 +73,7 @@ _PUBLIC = {
     "distribute_accelerator": "rlplace.runtime.export.trainer",
     "distribute_trainer": "rlplace.runtime.export.trainer",
     "explain": "rlplace.explanation.explain",
-    "export": "rlplace.runtime.export.export",
+    "export": "rlplace.runtime.export.script",
     "load_agent": "rlplace.agents.planner",
     "load_checkpoint": "rlplace.runtime.state.training_state",
     "parallelize": "rlplace.runtime.job.distribute",

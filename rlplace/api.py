@@ -290,7 +290,7 @@ def _noted(plan: PlacementPlan, facts: ModelFacts | None) -> PlacementPlan:
     from rlplace.runtime.strategy.facts import notes_of
 
     assert plan.strategy is not None
-    notes = () if facts is None else notes_of(plan.strategy, facts)
+    notes = [] if facts is None else [*notes_of(plan.strategy, facts)]
     if not notes:
         return plan
     extra = {**plan.predicted.extra, "notes": [*plan.predicted.extra.get("notes", ()), *notes]}

@@ -222,7 +222,7 @@ class ExportOptions(Options):
         """Runs the verb."""
         from rlplace.files import write_text
         from rlplace.plan.plan import PlacementPlan
-        from rlplace.runtime.export.export import export
+        from rlplace.runtime.export.script import export
 
         plan = PlacementPlan.load(self.plan)
         text = export(plan, self.to)

@@ -4,19 +4,17 @@ import os
 import sys
 import textwrap
 
-import numpy as np
 import pytest
 
 from rlplace.cluster.parse import parse
 from rlplace.cost.timings import PlanTiming, PlanTimings
 from rlplace.errors import InputError
 from rlplace.measure.session import launcher, local_command
-from rlplace.plan.plan import PlacementPlan
-from rlplace.plan.strategy import Strategy
+from tests.runtime.equality import strategy_plan
 
 CLUSTER = parse("t4:2")
 ALONE = {"batch": 1, "microbatch": [1], "microbatches": [1], "stages": [{"blocks": ["a"], "devices": [0]}]}
-PLAN = PlacementPlan("0" * 64, "strategy", 0, np.zeros(0, dtype=np.int32), strategy=Strategy.from_dict(ALONE))
+PLAN = strategy_plan(ALONE)
 
 
 def command(tmp_path, code):

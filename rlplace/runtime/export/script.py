@@ -1,4 +1,4 @@
-"""A stand-alone training script of plain torch calls for a strategy."""
+"""`rlplace.export`: a whole strategy as a file that runs without rlplace; its training script of plain torch calls."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import torch
 from jinja2 import Environment
 from torch import nn
 
-from rlplace.errors import InputError
+from rlplace.errors import InputError, unknown_name
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.schedule import SCHEDULES
 from rlplace.plan.strategy import uniform_words
 from rlplace.runtime.export.model_text import ExportedPlan, Wraps, build_exported, loss_text, model_text, numbered, tensor_wraps
+from rlplace.runtime.export.torchtitan import torchtitan_job
 from rlplace.runtime.strategy.blocks import tied_names
 from rlplace.runtime.strategy.capture import capture
 from rlplace.runtime.strategy.cut import StageGraph, cut
@@ -67,8 +68,35 @@ _OPTIMIZERS = {"sgd": "SGD({}, lr=LR)", "momentum": "SGD({}, lr=LR, momentum=0.9
 _OPTIMIZERS["adamw"] = "AdamW({}, lr=LR)"
 
 
+TARGETS = ("torchtitan", "script")
+
+
+def export(plan: PlacementPlan, to: str) -> str:
+    """Writes a plan for another tool.
+
+    Args:
+        plan: With a strategy, and a source that names its model.
+        to: ``"script"``: a training script of plain torch calls, to be started with torchrun; ``"torchtitan"``: a job file
+            (TOML) of torchtitan.
+
+    Returns:
+        The text of the file.
+
+    Raises:
+        InputError: The tool cannot express it, with the reason.
+    """
+    if to not in TARGETS:
+        raise unknown_name("target of export", to, TARGETS)
+    if plan.strategy is None:
+        raise InputError(
+            "export: the plan places groups of ops, which neither torchtitan nor plain torch calls express; plan a whole "
+            "strategy with 'rlplace place MODEL', or run this one with rlplace.distribute"
+        )
+    return torchtitan_job(plan) if to == "torchtitan" else training_script(plan)
+
+
 def training_script(plan: PlacementPlan) -> str:
-    """Returns the text of a script for a plan with a strategy; see `rlplace.export`."""
+    """Returns the text of a script for a plan with a strategy."""
     exported = build_exported(plan)
     strategy, pipeline, stage = exported.planned.strategy, exported.pipeline, exported.stage
     several, data, tensor = len(pipeline.stages) > 1, stage.data_degree, stage.axis("tensor")

@@ -38,12 +38,8 @@ from rlplace.strategy.layouts.cut_moves import SAMPLE
 from rlplace.strategy.layouts.forward_ops import ForwardOps
 
 
-def notes_of(strategy: Strategy, facts: ModelFacts) -> tuple[str, ...]:
-    """Returns sentences about how the results of a strategy differ from those of the model in one piece."""
-    return tuple(_notes(strategy, facts))
-
-
-def _notes(strategy: Strategy, facts: ModelFacts) -> Iterator[str]:
+def notes_of(strategy: Strategy, facts: ModelFacts) -> Iterator[str]:
+    """Yields sentences about how the results of a strategy differ from those of the model in one piece."""
     pipeline, conduct = strategy.pipelines[0], facts.conduct or Conduct()
     micro = max(pipeline.microbatches) > 1
     if pipeline.data_degree == 1 and not micro:

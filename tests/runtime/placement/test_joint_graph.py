@@ -1,13 +1,10 @@
 """The joint graph computes what autograd does, and plans whose forward and backward ops are anywhere train like the model."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
 from torch import fx, nn
 
-import rlplace
 from rlplace.model.capture.fake import tensors_in
 from rlplace.runtime.base.ranks import Ranks
 from rlplace.runtime.placement import emit, wire
@@ -17,7 +14,7 @@ from rlplace.runtime.placement.forward_graph import flat_inputs, forward_graph, 
 from rlplace.runtime.placement.joint_graph import base_of, joint_graph, results_of
 from rlplace.runtime.state.whole import own_tree
 from tests.runtime import small_models
-from tests.runtime.equality import SINGLE_PRECISION, build, plan_for
+from tests.runtime.equality import SINGLE_PRECISION, build, plan_for, split_plan
 from tests.runtime.job import launch
 from tests.runtime.placement import joint_worker
 
@@ -209,90 +206,42 @@ def test_programs_follow_one_order_and_every_message_has_two_ends(name, training
 MOVES = (wire.post, wire.send, wire.arrive)
 
 
-def train(cases):
-    """Trains on this rank; a case is a model's name, an optimizer and options. Returns the last case."""
-    for name, optimizer, options in cases:
-        running = joint_worker.Running(name, **options)
-        joint_worker.train_and_compare(running, optimizer)
-    return running
-
-
 def trained(cases):
-    train(cases)
-
-
-def evaluated(world):
-    """Outputs, and those of the plain model."""
-    running = joint_worker.Running("vit", world, seed=4, train=False)
-    model, inputs = running.reference()
-    with torch.no_grad():
-        plain = model(**inputs)
-    return running.engine.evaluate(running.built.leaves), [plain.loss, plain.logits]
-
-
-def distributed(world):
-    """`rlplace.distribute` with such a plan: losses of three steps, then outputs in eval mode; and those of the plain model."""
-    model, inputs, _ = build("bert")
-    reference = copy.deepcopy(model)
-    graph = joint_worker.build("bert", world).graph
-    plan = joint_worker.plan_of(graph, *joint_worker.random_places(graph, world, 6))
-    placed = rlplace.distribute(model, plan, inputs)
-    losses = []
-    optimizers = [joint_worker.optimizer_of("adamw", m.parameters()) for m in (placed, reference)]
-    for _ in range(3):
-        for m, optimizer in zip((placed, reference), optimizers, strict=True):
-            optimizer.zero_grad()
-            loss = m(**inputs).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(m.parameters(), 1e9) if m is reference else m.clip_grad_norm_(1e9)
-            optimizer.step()
-            losses.append(float(loss.detach()))
-    small = {key: value[:3] for key, value in inputs.items()}  # another signature
-    placed.eval(), reference.eval()
-    with torch.no_grad():
-        logits = [m(**small).logits for m in (placed, reference)]
-    return placed.report, losses, logits
+    """Trains on this rank; a case is a model's name, an optimizer and options."""
+    for name, optimizer, options in cases:
+        joint_worker.train_and_compare(name, optimizer, **options)
 
 
 def bundle(world):
-    """Several short checks in one start of processes."""
-    options = {"world": world, "double": True}
-    tied = {**options, "seed": 2, "given": {"dropout": 0.3}}
-    running = train([("resnet", "sgd", {**options, "seed": 3}), ("gpt2", "adamw", tied)])
-    return set(dict(running.own.named_parameters())), evaluated(world), distributed(world)
-
-
-@pytest.fixture(scope="module")
-def results():
-    return launch.run(2, bundle, 2)
+    """Several short checks in one start of processes: the engine, names of own parameters, outputs in evaluation of both."""
+    trained([("resnet", "sgd", {"world": world, "seed": 3})])
+    placed, *_ = joint_worker.train_and_compare("gpt2", "adamw", world, seed=2, dropout=0.3)
+    *models, inputs = joint_worker.train_and_compare("bert", "adamw", world, seed=6)
+    small, outputs = {key: value[:3] for key, value in inputs.items()}, []  # another signature
+    for model in models:
+        with torch.no_grad():
+            output = model.eval()(**small)
+        outputs.append([output.loss, output.logits])
+    return placed.report, {name for name, _ in placed.named_parameters()}, outputs
 
 
 @pytest.mark.slow
-def test_each_process_holds_its_own_parameters_only(results):
-    (first, *_), (second, *_) = results
+def test_distributed_by_such_a_plan():
+    """Each process holds parameters of its own only; evaluation returns all outputs on every rank."""
+    results = launch.run(2, bundle, 2)
+    for engine, _, (found, expected) in results:
+        assert engine == "joint_graph"
+        torch.testing.assert_close(found, expected)
+    first, second = (own for _, own, _ in results)
     assert first and second and not first & second
     assert first | second == {name for name, _ in build("gpt2", double=False)[0].named_parameters()}
-
-
-@pytest.mark.slow
-def test_evaluation_returns_all_outputs_on_every_rank(results):
-    for _, (found, expected), _ in results:
-        torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.slow
-def test_distribute_takes_the_engine_for_such_a_plan(results):
-    for *_, (engine, losses, logits) in results:
-        assert engine == "joint_graph"
-        assert losses[::2] == pytest.approx(losses[1::2], rel=1e-9)
-        torch.testing.assert_close(*logits)
 
 
 @pytest.mark.long
 @pytest.mark.slow
 def test_models_train_on_random_places():
     world, cases = 3, []
-    for number, name in enumerate(["t5", "resnet", "mixtral", "lstm", "awkward", "dlrm"]):
+    for number, name in enumerate(["t5", "resnet", "mixtral", "lstm", "awkward", "dlrm", "vit"]):
         options = {"world": world, "seed": 10 * world + number, "double": name not in SINGLE_PRECISION}
         cases.append((name, ["sgd", "adamw"][number % 2], options))
     launch.run(world, trained, cases)
@@ -316,7 +265,6 @@ def test_a_plan_without_backward_groups_runs_backward_with_forward():
     built = joint_worker.build("bert", 1)
     ops = list(built.graph.op_of_node.values())
     devices = np.arange(len(ops)) % 3
-    plan = joint_worker.plan_of(built.graph, devices, devices)
-    together = plan_for(ops, devices)
-    apart, same = (place_joint_graph(built.joint, p) for p in (plan, together))
+    plans = split_plan(ops, devices, devices), plan_for(ops, devices)
+    apart, same = (place_joint_graph(built.placement.joint, plan) for plan in plans)
     assert apart.device_of == same.device_of and apart.owners == same.owners

@@ -7,7 +7,6 @@ import traceback
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.state.whole import whole_tensor
@@ -133,14 +132,6 @@ def plain_run(name, steps=3):
     return *first, norm, {n: p.detach().clone() for n, p in model.named_parameters(remove_duplicate=False)}
 
 
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def whole(tensor):
-    return whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-
-
 def difference(own, wanted, times=1):
     """Largest relative difference over tensors."""
     largest = 0.0
@@ -152,7 +143,7 @@ def difference(own, wanted, times=1):
 
 
 def own_gradients(native):
-    return {n: whole(p.grad) for n, p in native.named_parameters() if p.grad is not None}
+    return {n: whole_tensor(p.grad) for n, p in native.named_parameters() if p.grad is not None}
 
 
 def run_case(name, strategy, plain, steps=3):
@@ -177,7 +168,7 @@ def run_case(name, strategy, plain, steps=3):
         norm = native.clip_grad_norm_(LARGEST_NORM)
         optimizer.step()
     result["norm"] = abs(norm.item() - last_norm.item()) / last_norm.item()
-    result["param"] = difference({n: whole(p.detach()) for n, p in native.named_parameters()}, parameters)
+    result["param"] = difference({n: whole_tensor(p.detach()) for n, p in native.named_parameters()}, parameters)
     return result
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from rlplace.plan.strategy import Strategy
+from rlplace.runtime.state.whole import whole_tensor
 from rlplace.runtime.strategy.run import prepare
 from tests.runtime.strategy import native_worker
 from tests.runtime.strategy.native_cases import flat
@@ -43,6 +44,6 @@ def test_loss_and_gradients_are_those_of_the_plain_model(job, name, how):
     placed = prepare(native_worker.make(name), strategy, first, "cuda")
     value = placed.step(batch, native_worker.loss)
     assert value.item() == pytest.approx(expected.item(), rel=1e-6)  # sent in single precision
-    own = {key: native_worker.whole(p.grad) for key, p in placed.named_parameters()}
+    own = {key: whole_tensor(p.grad) for key, p in placed.named_parameters()}
     assert all(gradient.is_cuda for gradient in own.values())
     assert native_worker.difference(own, wanted) < 1e-9

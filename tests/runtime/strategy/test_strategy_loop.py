@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import rlplace
 from rlplace.runtime.base import activity
+from rlplace.runtime.state.whole import local_part, whole_tensor
 from rlplace.runtime.strategy.why_not import minor_version
 from tests.runtime.equality import strategy_plan
 from tests.runtime.job.launch import run
@@ -48,7 +49,7 @@ def batch(samples):
 
 def gradients(model, plain, factor=1.0):
     wanted = dict(plain.named_parameters(remove_duplicate=False))
-    own = {name: native_worker.whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    own = {name: whole_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     assert own
     return native_worker.difference(own, {name: p.grad for name, p in wanted.items()}, factor)
 
@@ -100,7 +101,7 @@ def loop(case, folder):
     found["step"] = abs(value.item() - wanted.item())
     path = rlplace.save_checkpoint(f"{folder}/{case}", model, ours, step=3)
     for parameter in model.parameters():
-        native_worker.local(parameter).detach().mul_(0.5)
+        local_part(parameter).detach().mul_(0.5)
     rlplace.load_checkpoint(path, model, ours)
     model.load_state_dict(plain.state_dict())
     with torch.no_grad():
@@ -142,7 +143,7 @@ def idiom(case):
     found = gradients(module, plain)
     for optimizer in optimizers:
         optimizer.step()
-    trained = {name: native_worker.whole(parameter.detach()) for name, parameter in module.named_parameters()}
+    trained = {name: whole_tensor(parameter.detach()) for name, parameter in module.named_parameters()}
     return {
         "gradients": found,
         "trained": native_worker.difference(trained, dict(plain.named_parameters(remove_duplicate=False))),
@@ -176,7 +177,7 @@ def cast(case):
         part.backward()
         expected += part.item()
     wanted = dict(plain.named_parameters(remove_duplicate=False))
-    own = {name: (parameter, native_worker.whole(parameter.grad)) for name, parameter in model.named_parameters()}
+    own = {name: (parameter, whole_tensor(parameter.grad)) for name, parameter in model.named_parameters()}
     assert {tensor.dtype for pair in own.values() for tensor in pair} == {torch.float32}
     return abs(loss.item() - expected), max(
         ((gradient - wanted[name].grad).norm() / wanted[name].grad.norm()).item() for name, (_, gradient) in own.items()
@@ -194,7 +195,7 @@ def mixed(case):
     loss.backward()
     expected.backward()
     norm, wanted = model.clip_grad_norm_(1e9), torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
-    assert {native_worker.local(p.grad).dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    assert {local_part(p.grad).dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
     return abs(loss.item() / expected.item() - 1), abs(norm.item() / wanted.item() - 1)
 
 

@@ -214,7 +214,7 @@ COUPLED = Conduct(reduction="", samples=8, whole=3.0, parts=2.0)
     ],
 )
 def test_the_answer_says_what_a_coupled_loss_is_computed_over(changes, facts, note):
-    notes = notes_of(strategy(**changes), ModelFacts(**facts))
+    notes = [*notes_of(strategy(**changes), ModelFacts(**facts))]
     assert not notes if note is None else note in notes[0]
 
 

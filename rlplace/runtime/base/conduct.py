@@ -7,7 +7,7 @@ from typing import Any
 
 MEAN, SUM, TARGETS = "mean", "sum", "targets"
 """Reductions: a mean over samples, a sum, or a mean over the targets of cross-entropies that are not ignored. Other reductions
-weight parts by an input, such as ``"sum:mask"`` (`counting`)."""
+weight parts by an input, such as ``"sum:mask"`` (`batches`)."""
 
 COUPLES = "the loss couples samples"
 

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from rlplace.errors import InputError, show
 from rlplace.model.capture.export import is_random, rewrite_devices
-from rlplace.runtime.base.counting import SEEN
+from rlplace.runtime.base.batches import SEEN
 from rlplace.runtime.strategy.blocks import owner
 from rlplace.runtime.strategy.capture import UnitGraph, written_buffer
 

@@ -26,8 +26,8 @@ from rlplace.model.capture.export import TOGGLES, loses
 from rlplace.model.capture.fake import computed_values
 from rlplace.model.capture.inputs import split_inputs
 from rlplace.model.torch_adapter import TorchDispatchMode, pytree
+from rlplace.runtime.base.batches import Targets, candidates
 from rlplace.runtime.base.conduct import MEAN, SUM, TARGETS, Conduct
-from rlplace.runtime.base.counting import Targets, candidates
 from rlplace.runtime.base.steps import loss_of, samples_of
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
 from rlplace.runtime.torch_adapter import NormBase

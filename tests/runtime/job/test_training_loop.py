@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,13 +24,12 @@ from tests.runtime.job.launch import run
 class Tied(nn.Module):
     """Embeddings that are the head as well, two layers, and a loss."""
 
-    def __init__(self, dropout=0.0):
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(24, 8)
         self.first = nn.Linear(8, 16)
         self.norm = nn.LayerNorm(16)
         self.second = nn.Linear(16, 8)
-        self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(8, 24, bias=False)
         self.head.weight = self.embed.weight
         self.unused = nn.Linear(2, 2)
@@ -37,7 +37,7 @@ class Tied(nn.Module):
 
     def forward(self, tokens, labels=None):
         x = self.embed(tokens)
-        x = x + self.second(self.dropout(self.norm(self.first(x)).relu()))
+        x = x + self.second(self.norm(self.first(x)).relu())
         logits = self.head(x)
         output = {"logits": logits, "mask": tokens[0].ge(0), "constant": self.constant}
         if labels is not None:
@@ -45,18 +45,18 @@ class Tied(nn.Module):
         return output
 
 
-def tied(double=True, dropout=0.0):
+def tied(double=True):
     torch.manual_seed(0)
-    model = Tied(dropout)
+    model = Tied()
     tokens = torch.randint(0, 24, (4, 5))
-    return model.double() if double else model, {"tokens": tokens, "labels": tokens.flip(0)}, lambda output: output["loss"]
+    return model.double() if double else model, {"tokens": tokens, "labels": tokens.flip(0)}
 
 
 class Pair:
     """`Tied` distributed as `placed`, `plain` as it is, and `inputs` of a batch of 4."""
 
     def __init__(self, places, *, double=True, change=lambda model: None):
-        self.plain, self.inputs, _ = tied(double)
+        self.plain, self.inputs = tied(double)
         change(self.plain)
         plan = plan_of(self.plain, self.inputs, places, deal="chain")
         self.placed = distribute(copy.deepcopy(self.plain), plan, self.inputs)
@@ -209,49 +209,6 @@ def autocast(places):
     assert torch.bfloat16 in {node.meta["val"].dtype for node in nodes if "val" in node.meta}
 
 
-def dropout(places):
-    """The masks of a step do not depend on the plan; those of another step differ."""
-    model, inputs, _ = tied(dropout=0.5)
-    losses = []
-    for deal in ("chain", "random"):
-        plan = plan_of(model, inputs, places, deal=deal)
-        placed = distribute(copy.deepcopy(model), plan, inputs, seed=7)
-        optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
-        found = []
-        for _ in range(3):
-            loss = placed(**inputs)["loss"]
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        again = distribute(copy.deepcopy(model), plan, inputs, seed=8)
-        losses.append([*found, again(**inputs)["loss"].item()])
-    assert torch.allclose(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-12), losses
-    assert len(set(losses[0])) == 4
-
-
-def summed(places):
-    """Sums instead of means, of a loss that is given to `distribute`."""
-    model, inputs, _ = tied()
-
-    def total(output, labels):
-        return F.cross_entropy(output["logits"].flatten(0, 1), labels.flatten(), reduction="sum")
-
-    tokens, labels = {"tokens": inputs["tokens"]}, inputs["labels"]
-    plan = plan_of(model, tokens, places, loss=total, target=labels)
-    placed = distribute(copy.deepcopy(model), plan, tokens, loss=total, example_target=labels, reduction="sum")
-    loss, expected = placed(**tokens, target=labels), total(model(**tokens), labels)
-    loss.backward()
-    expected.backward()
-    assert torch.allclose(loss, expected, rtol=1e-12)
-    reference = dict(model.named_parameters())
-    for name, parameter in placed.named_parameters():
-        assert largest_difference(parameter.grad, reference[name].grad) < 1e-12, name
-    placed.eval()
-    with torch.no_grad():
-        assert torch.allclose(placed(**tokens, target=labels), total(model(**tokens), labels), rtol=1e-12)
-
-
 class Scores(nn.Module):
     def __init__(self):
         super().__init__()
@@ -262,22 +219,26 @@ class Scores(nn.Module):
 
 
 def loss_outside():
-    """The loss is given to `distribute`, by a plan that was captured with one and without an example target."""
+    """The loss is given to `distribute`, by a plan that was captured with one, without an example target and with one."""
     torch.manual_seed(0)
     model, x, y = Scores(), torch.randn(8, 6), torch.randint(4, (8,))
     plan = rlplace.place(model, "cpu:2", planner="single", example_inputs=(x,), loss=lambda output: F.cross_entropy(output, y))
     moved = plan.device_of_group.copy()
     moved[len(moved) // 2 :] = 1
-    placed = distribute(copy.deepcopy(model), changed(plan, device_of_group=moved), loss=F.cross_entropy)
-    found, expected = placed(x, target=y), F.cross_entropy(model(x), y)
-    found.backward(), expected.backward()
-    torch.testing.assert_close(found, expected)
-    assert len(list(placed.parameters())) == 2
-    for name, parameter in placed.named_parameters():
-        torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
-    placed.eval()
-    with torch.no_grad():
-        torch.testing.assert_close(placed(x), model(x))
+    total = partial(F.cross_entropy, reduction="sum")
+    for loss, options in ((F.cross_entropy, {}), (total, {"example_target": y, "reduction": "sum"})):
+        placed = distribute(copy.deepcopy(model), changed(plan, device_of_group=moved), loss=loss, **options)
+        model.zero_grad()
+        found, expected = placed(x, target=y), loss(model(x), y)
+        found.backward(), expected.backward()
+        torch.testing.assert_close(found, expected)
+        assert len(list(placed.parameters())) == 2
+        for name, parameter in placed.named_parameters():
+            torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
+        placed.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(placed(x), model(x))
+            torch.testing.assert_close(placed(x, target=y), expected.detach())
 
 
 class Paired(nn.Module):
@@ -364,8 +325,6 @@ def everything(places):
     schedule(pair)
     frozen(places)
     autocast(places)
-    dropout(places)
-    summed(places)
     loss_outside()
     own_target()
     freed()

@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 from rlplace.errors import InputError
 from rlplace.model.capture.capture import capture as capture_step
 from rlplace.plan.strategy import Strategy
+from rlplace.runtime.base.batches import Targets, count_of
 from rlplace.runtime.base.conduct import TARGETS, Conduct
-from rlplace.runtime.base.counting import Targets, count_of
 from rlplace.runtime.state.whole import ParameterHooks
 from rlplace.runtime.strategy.buffers import StepBuffers
 from rlplace.runtime.strategy.capture import capture

@@ -89,9 +89,9 @@ def test_what_place_chose_equals_the_plain_model(tmp_path):
 def refused(tmp_path, capsys, monkeypatch, alone):
     """The line that a verb refuses a strategy with."""
 
-    def line(strategy, *arguments, world=4, **graph):
+    def line(strategy, *arguments, world=4):
         path = tmp_path / "x.plan.json"
-        strategy_plan(path, strategy, **graph)
+        strategy_plan(path, strategy)
         if arguments[0] == "run" and world > 1:
             monkeypatch.setenv("RANK", "0")
             monkeypatch.setenv("WORLD_SIZE", str(world))

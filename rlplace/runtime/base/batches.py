@@ -221,16 +221,20 @@ def even_sizes(samples: int, parts: int) -> tuple[int, ...]:
 
 def repeated(batch: Batch, times: int, samples: int) -> dict[str, Any]:
     """Returns the micro-batch of several replicas together, as far as shapes go; tensors with so many rows are repeated."""
-    return _mapped(batch, lambda leaf: torch.cat([leaf] * times) if leaf.shape[:1] == (samples,) else leaf)
+    made: dict[str, Any] = map_rows(dict(batch), samples, lambda leaf: torch.cat([leaf] * times))
+    return made
+
+
+def map_rows(tree: Any, samples: int, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Returns any nesting of tensors with a function of those that have so many rows in their place."""
+    return pytree.tree_map_only(torch.Tensor, lambda leaf: function(leaf) if leaf.shape[:1] == (samples,) else leaf, tree)
 
 
 def cast(batch: Batch, dtype: torch.dtype | None) -> dict[str, Any]:
     """Converts floating-point tensors to another dtype; None leaves all as they are."""
-    return _mapped(batch, lambda leaf: leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf)
-
-
-def _mapped(batch: Batch, function: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    made: dict[str, Any] = pytree.tree_map_only(torch.Tensor, function, dict(batch))
+    made: dict[str, Any] = dict(batch)
+    if dtype is not None:
+        made = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, made)
     return made
 
 

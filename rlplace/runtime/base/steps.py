@@ -17,6 +17,7 @@ from rlplace.model.capture.step import no_loss
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.base import activity
+from rlplace.runtime.base.batches import map_rows
 
 Loss = Callable[..., Tensor]
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -154,7 +155,7 @@ def synthetic_batch(example_inputs: Any, samples: int, seed: int, step: int) -> 
         rows = torch.arange(length).repeat(rounds)[:samples]
     else:
         rows = torch.cat([torch.randperm(length, generator=generator) for _ in range(rounds)])[:samples]
-    return pytree.tree_map_only(Tensor, lambda leaf: leaf[rows] if leaf.dim() and len(leaf) == length else leaf, example_inputs)
+    return map_rows(example_inputs, length, lambda leaf: leaf[rows])
 
 
 def _in_order(leaves: Sequence[Tensor], length: int) -> bool:

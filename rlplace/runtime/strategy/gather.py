@@ -21,7 +21,7 @@ from rlplace.errors import InputError
 from rlplace.model.aten import base_name
 from rlplace.model.capture.export import lies_in
 from rlplace.model.torch_adapter import pytree
-from rlplace.runtime.base.batches import Batch, autocast_state, repeated, signature_of
+from rlplace.runtime.base.batches import Batch, autocast_state, map_rows, repeated, signature_of
 from rlplace.runtime.base.ranks import group_of
 from rlplace.runtime.base.steps import samples_of
 from rlplace.runtime.strategy.capture import capture
@@ -233,11 +233,7 @@ class GatheredForward:
 
 def gather_output(output: Any, samples: int, place: MeshPlace) -> Any:
     """Returns a model's output for the samples of all replicas."""
-
-    def rows(leaf: torch.Tensor) -> torch.Tensor:
-        return gathered(leaf, place) if leaf.dim() and len(leaf) == samples else leaf
-
-    return pytree.tree_map_only(torch.Tensor, rows, output)
+    return map_rows(output, samples, lambda leaf: gathered(leaf, place))
 
 
 def why_no_gather(model: nn.Module, inputs: Batch, mixing: Sequence[str]) -> str | None:

@@ -26,7 +26,7 @@ from rlplace.model.capture.export import TOGGLES, loses
 from rlplace.model.capture.fake import computed_values
 from rlplace.model.capture.inputs import split_inputs
 from rlplace.model.torch_adapter import TorchDispatchMode, pytree
-from rlplace.runtime.base.batches import Targets, candidates
+from rlplace.runtime.base.batches import Targets, candidates, map_rows
 from rlplace.runtime.base.conduct import MEAN, SUM, TARGETS, Conduct
 from rlplace.runtime.base.steps import loss_of, samples_of
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
@@ -240,11 +240,7 @@ def _run(model: nn.Module, loss: Callable[..., Any] | None, double: bool, inputs
 
 def rows_of(inputs: Any, samples: int, rows: slice) -> Any:
     """Returns the rows of every tensor with as many rows as there are samples, as runs cut a batch."""
-
-    def taken(leaf: torch.Tensor) -> torch.Tensor:
-        return leaf[rows] if leaf.dim() and len(leaf) == samples else leaf
-
-    return pytree.tree_map_only(torch.Tensor, taken, inputs)
+    return map_rows(inputs, samples, lambda leaf: leaf[rows])
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from rlplace.errors import InputError
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.base.batches import Batch, Pass, Share, join_leaves, passes_of, share_of
+from rlplace.runtime.base.batches import Batch, Pass, Share, join_leaves, map_rows, passes_of, share_of
 from rlplace.runtime.base.conduct import MEAN, SUM
 from rlplace.runtime.base.model import Batching, DistributedModel, Stash
 from rlplace.runtime.base.ranks import Ranks
@@ -188,7 +188,7 @@ class StrategyModel(DistributedModel):
             module.reshard()  # without a backward nothing else does
         if outputs is not None and together > 1:
             outputs = [
-                (_part(output, one.samples, n, together), count / together)
+                (map_rows(output, one.samples, lambda leaf, n=n: leaf.chunk(together)[n]), count / together)
                 for n in range(together)
                 for (output, count), one in zip(outputs, passes, strict=True)
             ]
@@ -283,15 +283,6 @@ class StrategyModel(DistributedModel):
     def _holders(self, name: str, parameter: nn.Parameter) -> int:
         copies = {} if self._ties is None else self._ties.copies(self._bodies)
         return copies.get(parameter, 1) * self.place.mesh.size() // self.place.mesh["pipeline"].size()
-
-
-def _part(output: Any, samples: int, number: int, parts: int) -> Any:
-    """Returns one replica's part of the model's output for the samples of several."""
-
-    def rows(leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.chunk(parts)[number] if leaf.shape[:1] == (samples,) else leaf
-
-    return pytree.tree_map_only(torch.Tensor, rows, output)
 
 
 def keyword_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:

@@ -309,8 +309,7 @@ def what_may_be(
 ) -> dict[str, Any]:
     """Returns arguments of `rlplace.strategy.search.plan.ask` that the model and the space give; those of `plan_model`."""
     from rlplace.model.graph.rescale import two_captures
-    from rlplace.runtime.base.conduct import Conduct
-    from rlplace.runtime.strategy.why_not import judge
+    from rlplace.runtime.strategy.why_not import Conduct, judge
 
     facts = captured.facts
     why_not, only = judge(facts, couple, buffers) if space != EVERYTHING else (None, None)

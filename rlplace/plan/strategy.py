@@ -26,6 +26,9 @@ from rlplace.text import either
 AXES = ("replicate", "shard", "context", "tensor", "branch")
 """Axes of a stage's mesh, outermost first; devices fill it in row-major order."""
 
+MEAN, SUM, TARGETS = "mean", "sum", "targets"
+"""Reductions of losses by other things than an input, see `Strategy`."""
+
 Axis = Literal["replicate", "shard", "context", "tensor", "branch"]
 Recompute = Literal["selective", "full"]
 """Parts of a block's forward that run again in the backward: all but weight products, attention and collectives, or all."""
@@ -149,7 +152,7 @@ class Strategy(Record, frozen=True):
 
     batch: Count
     pipelines: Annotated[tuple[Pipeline, ...], Meta(min_length=1)]
-    reduction: Text = "mean"
+    reduction: Text = MEAN
     couple: Couple = "replica"
     mixing: tuple[Text, ...] = ()
     buffers: Buffers = "whole"

@@ -18,8 +18,7 @@ from torch.nn import functional as F
 
 from rlplace.errors import InputError
 from rlplace.model.torch_adapter import FakeTensor, pytree
-from rlplace.plan.strategy import Strategy
-from rlplace.runtime.base.conduct import TARGETS
+from rlplace.plan.strategy import TARGETS, Strategy
 from rlplace.runtime.torch_adapter import counted_losses
 
 Batch = Mapping[str, Any]

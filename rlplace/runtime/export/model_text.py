@@ -18,9 +18,8 @@ from rlplace.model.capture.capture import DTYPES
 from rlplace.model.zoo.functions import config_file, function_and_options, runs_code, split_spec
 from rlplace.model.zoo.transformers import read_config
 from rlplace.plan.plan import PlacementPlan
-from rlplace.plan.strategy import Pipeline, Stage
+from rlplace.plan.strategy import MEAN, TARGETS, Pipeline, Stage
 from rlplace.planned import Planned
-from rlplace.runtime.base.conduct import MEAN, TARGETS
 from rlplace.runtime.strategy.blocks import observe, owner, tied_names, units
 from rlplace.runtime.strategy.facts import model_facts
 from rlplace.runtime.strategy.model_layouts import BlockLayout, ModelLayouts, find_layouts

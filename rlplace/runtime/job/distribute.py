@@ -18,9 +18,9 @@ from rlplace.errors import InputError
 from rlplace.model.capture.inputs import resize_batch
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.strategy import MEAN, SUM, TARGETS
 from rlplace.planned import Planned
 from rlplace.runtime.base import faults
-from rlplace.runtime.base.conduct import COUPLES, MEAN, SUM, TARGETS
 from rlplace.runtime.base.environment import own_device
 from rlplace.runtime.base.model import Batching, DistributedModel
 from rlplace.runtime.base.ranks import check_first_batches, check_same_plan, devices_of, part_text, ranks_of
@@ -28,7 +28,7 @@ from rlplace.runtime.base.steps import Loss, micro_batch, samples_of
 from rlplace.runtime.placement.forward_graph import Graphs
 from rlplace.runtime.placement.placed_model import PlacedModel
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
-from rlplace.runtime.strategy.why_not import why_not
+from rlplace.runtime.strategy.why_not import COUPLES, why_not
 from rlplace.runtime.strategy.wrap import average_left_out, left_out, sum_parts
 
 if TYPE_CHECKING:

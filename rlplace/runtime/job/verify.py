@@ -19,9 +19,8 @@ from torch.func import functional_call
 from rlplace.model.capture.fake import computed_values
 from rlplace.model.capture.inputs import split_inputs
 from rlplace.model.torch_adapter import pytree
-from rlplace.plan.strategy import Strategy
+from rlplace.plan.strategy import MEAN, SUM, Strategy
 from rlplace.runtime.base.batches import even_sizes, passes_of, share_of
-from rlplace.runtime.base.conduct import MEAN, SUM
 from rlplace.runtime.base.model import DistributedModel
 from rlplace.runtime.base.steps import Autocast, Loss, loss_of, samples_of
 from rlplace.runtime.state.whole import gather_values

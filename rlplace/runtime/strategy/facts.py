@@ -22,9 +22,8 @@ from rlplace.model.capture.fake import any_dtype_grouped_mm, fake_copy, fake_inp
 from rlplace.model.capture.inputs import split_inputs
 from rlplace.model.graph.opgraph import FORWARD, OpGraph
 from rlplace.model.torch_adapter import FakeTensor, pytree
-from rlplace.plan.strategy import Strategy
+from rlplace.plan.strategy import MEAN, SUM, TARGETS, Strategy
 from rlplace.runtime.base.batches import Batch
-from rlplace.runtime.base.conduct import COUPLES, MEAN, SUM, TARGETS, Conduct
 from rlplace.runtime.base.steps import samples_of
 from rlplace.runtime.strategy.blocks import block_names, has_batch_norm, has_sync_norm, observe, owner, tied_names, units
 from rlplace.runtime.strategy.capture import capture, strange_in
@@ -33,7 +32,7 @@ from rlplace.runtime.strategy.gather import why_no_gather
 from rlplace.runtime.strategy.model_layouts import find_layouts
 from rlplace.runtime.strategy.rehearsal import rehearse, rows_of
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
-from rlplace.runtime.strategy.why_not import ModelFacts, TensorFacts
+from rlplace.runtime.strategy.why_not import COUPLES, Conduct, ModelFacts, TensorFacts
 from rlplace.strategy.layouts.cut_moves import SAMPLE
 from rlplace.strategy.layouts.forward_ops import ForwardOps
 

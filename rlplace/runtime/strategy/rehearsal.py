@@ -26,10 +26,11 @@ from rlplace.model.capture.export import TOGGLES, loses
 from rlplace.model.capture.fake import computed_values
 from rlplace.model.capture.inputs import split_inputs
 from rlplace.model.torch_adapter import TorchDispatchMode, pytree
+from rlplace.plan.strategy import MEAN, SUM, TARGETS
 from rlplace.runtime.base.batches import Targets, candidates, map_rows
-from rlplace.runtime.base.conduct import MEAN, SUM, TARGETS, Conduct
 from rlplace.runtime.base.steps import loss_of, samples_of
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
+from rlplace.runtime.strategy.why_not import Conduct
 from rlplace.runtime.torch_adapter import NormBase
 
 MOST_ELEMENTS, MOST_FLOPS = 1 << 25, 4e9

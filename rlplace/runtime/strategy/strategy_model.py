@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from rlplace.errors import InputError
 from rlplace.model.torch_adapter import pytree
-from rlplace.plan.strategy import Strategy
+from rlplace.plan.strategy import MEAN, SUM, Strategy
 from rlplace.runtime.base.batches import Batch, Pass, Share, join_leaves, map_rows, passes_of, share_of
-from rlplace.runtime.base.conduct import MEAN, SUM
 from rlplace.runtime.base.model import Batching, DistributedModel, Stash
 from rlplace.runtime.base.ranks import Ranks
 from rlplace.runtime.base.steps import Loss, check_inputs, loss_of, samples_of, takes_target

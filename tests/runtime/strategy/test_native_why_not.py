@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.base.conduct import Conduct
-from rlplace.runtime.strategy.why_not import ModelFacts, TensorFacts, why_not
+from rlplace.runtime.strategy.why_not import Conduct, ModelFacts, TensorFacts, why_not
 from tests.runtime.strategy.native_cases import BLOCKS, chain, flat
 
 SHARED, HALVES = {"mesh": {"shard": 2}, "sharding": 1}, [(0, 1), (2, 3)]

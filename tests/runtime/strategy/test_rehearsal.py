@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rlplace.runtime.base.conduct import MEAN, SUM, TARGETS
+from rlplace.plan.strategy import MEAN, SUM, TARGETS
 from rlplace.runtime.strategy.rehearsal import MOST_FLOPS, rehearse
 
 

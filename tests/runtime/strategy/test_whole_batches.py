@@ -10,15 +10,14 @@ from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.model.capture.capture import capture as capture_step
-from rlplace.plan.strategy import Strategy
+from rlplace.plan.strategy import TARGETS, Strategy
 from rlplace.runtime.base.batches import Targets, count_of
-from rlplace.runtime.base.conduct import TARGETS, Conduct
 from rlplace.runtime.state.whole import ParameterHooks
 from rlplace.runtime.strategy.buffers import StepBuffers
 from rlplace.runtime.strategy.capture import capture
 from rlplace.runtime.strategy.facts import conduct_of_graph, facts_of, notes_of
 from rlplace.runtime.strategy.gather import split_forward
-from rlplace.runtime.strategy.why_not import ModelFacts
+from rlplace.runtime.strategy.why_not import Conduct, ModelFacts
 
 CPU = torch.device("cpu")
 

@@ -36,7 +36,7 @@ if minor_version(torch.__version__) < (2, 13):  # refused before
     del CASES["v"]
 
 PLACEMENT = "placement"
-"""Of every group of ops on one of four processes."""
+"""Of ops in a row, on four processes."""
 
 
 def plain_of(case):
@@ -45,8 +45,11 @@ def plain_of(case):
 
 def distributed(case, plain, **options):
     """The model by the plan of a case."""
-    inputs = batch(8 if case == PLACEMENT else CASES[case]["microbatch"][0])
-    plan = equality.plan_of(plain, inputs, 4) if case == PLACEMENT else equality.strategy_plan(CASES[case])
+    if case == PLACEMENT:
+        inputs = batch(8)
+        plan = equality.plan_of(plain, inputs, 4, deal="chain", groups=8)
+    else:
+        inputs, plan = batch(CASES[case]["microbatch"][0]), equality.strategy_plan(CASES[case])
     return rlplace.distribute(copy.deepcopy(plain), plan, inputs, **options)
 
 

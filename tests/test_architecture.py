@@ -57,8 +57,8 @@ LEVEL = {room: level for level, rooms in enumerate(ORDER.split("\n")) for room i
 
 # Modules inside of a room, from the bottom up.
 INSIDE = {
-    "runtime.base": "conduct counting environment ranks activity steps batches faults model",
-    "runtime.placement": "forward_graph joint_graph assign wire emit placed_model forward apply",
+    "runtime.base": "environment ranks activity batches steps faults model",
+    "runtime.placement": "forward_graph joint_graph assign wire emit placed_model apply",
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlplace.cli.models import capture_model, check_agent, compile_first, costs_of, load_problem, microbatch, price_model
+from rlplace.cli.models import capture_model, compile_first, costs_of, load_problem, microbatch, price_model
 from rlplace.cli.options import (
     ModelOptions,
     argument,
@@ -79,6 +79,7 @@ class CompareOptions(ModelOptions):
 
     def run(self) -> int:
         """Runs the verb."""
+        from rlplace.agents.checkpoint import load_checkpoint
         from rlplace.explanation.compare import Settings, Store, compare, count_rows, gather
         from rlplace.explanation.compare.records import SPLIT
         from rlplace.explanation.compare.rows import STRATEGIES
@@ -86,15 +87,10 @@ class CompareOptions(ModelOptions):
 
         names = _planners(self)
         if "agent" in names:
-            check_agent(self.agent)
+            load_checkpoint(self.agent)  # one that is missing or damaged is refused before any work
             compile_first()
         cases = _cases(self, whole=bool(set(names) & set(STRATEGIES)))
-        settings = Settings(
-            calls=self.calls,
-            time_limit_s=self.time_limit,
-            seeds=self.seeds,
-            agent=self.agent,
-        )
+        settings = Settings(calls=self.calls, time_limit_s=self.time_limit, seeds=self.seeds, agent=self.agent)
         store = Store(settings, self.out, resume=self.resume)
         if store.rows:
             say(f"{self.out}: {len(store.rows)} rows are there already")

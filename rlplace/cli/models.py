@@ -213,13 +213,6 @@ def basis_words(kinds: Mapping[str, Mapping[str, float]]) -> str:
     )
 
 
-def check_agent(name: str) -> None:
-    """Refuses a checkpoint that is missing or damaged before any work is done."""
-    from rlplace.agents.checkpoint import load_checkpoint
-
-    load_checkpoint(name)
-
-
 def compile_first(space: str = "placement") -> None:
     """Compiles the kernels that planning in a space needs on the first use on this machine, and says why that takes time."""
     from rlplace.agents.compile_ahead import compile_ahead

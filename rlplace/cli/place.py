@@ -18,7 +18,6 @@ import numpy as np
 from rlplace.cli.models import (
     asked_batch,
     capture_sizes,
-    check_agent,
     compile_first,
     costs_of,
     load,
@@ -208,6 +207,7 @@ def _progress_line() -> Iterator[Callable[[int, float], None] | None]:
 
 def _place_groups(options: PlaceOptions, reason: str) -> tuple[PlacementPlan, Callable[[], None]]:
     """Returns the best placement, and a function that prints it."""
+    from rlplace.agents.checkpoint import load_checkpoint
     from rlplace.api import WHOLE_LOSS
     from rlplace.explanation.compare.rows import takes_calls
     from rlplace.placement.ask import place_priced
@@ -219,7 +219,7 @@ def _place_groups(options: PlaceOptions, reason: str) -> tuple[PlacementPlan, Ca
     extra: dict[str, Any] = {}
     if options.planner == "agent":
         extra["agent"] = options.agent or "default"
-        check_agent(extra["agent"])
+        load_checkpoint(extra["agent"])  # one that is missing or damaged is refused before any work
         compile_first()
     if options.calls is not None:
         if not takes_calls(options.planner):

@@ -158,10 +158,7 @@ def relax(
         seed: Seed of the search.
     """
     tester = partial(_tried, calls=calls, time_limit_s=time_limit_s, seed=seed)
-    if plan is None:
-        shortage, known = _shortage(problem, tester)
-    else:
-        shortage, known = _shortage_of_plan(run_unchecked(problem, plan), tester)
+    shortage, known = _shortage(problem, None if plan is None else run_unchecked(problem, plan), tester)
     trials = [] if known is None else [known]
     if shortage.constraint != NOWHERE and not (known is not None and known.fits):  # where no memory helps, nothing is tried
         trials += _trials(problem, shortage, tester, at, finer if plan is None else None)
@@ -200,33 +197,27 @@ def _without_advice(error: InfeasibleError) -> str:
     return str(error).partition("; ")[0]
 
 
-def _shortage_of_plan(run: SimulatedPlan, tester: Tester) -> tuple[Shortage, Relaxation | None]:
-    """Returns the shortage of a plan that does not fit, and of every plan; and another plan, searched where one may exist."""
-    problem = run.problem
-    _, error, proven = _proof(problem)
-    over = np.maximum(run.line.peak_memory_bytes - problem.capacity_bytes, 0.0)
-    short = int(over.max())
-    message = f"the plan does not fit: {'; '.join(run.line.violations)}"
-    name = problem.devices[int(over.argmax())].name if short else None
-    shortage = Shortage(DEVICE if short else OTHER, message, name, short, proven, error is not None)
-    return shortage, tester("another plan", problem) if error is None else None
-
-
-def _shortage(problem: Problem, tester: Tester) -> tuple[Shortage, Relaxation | None]:
-    """Returns the shortage of a problem, and the plan that was searched for where no bound proves that there is none."""
+def _shortage(problem: Problem, run: SimulatedPlan | None, tester: Tester) -> tuple[Shortage, Relaxation | None]:
+    """Returns the shortage of a problem, or of a plan that does not fit; and another plan, searched where one may exist."""
     constraint, error, proven = _proof(problem)
+    if run is not None:
+        over = np.maximum(run.line.peak_memory_bytes - problem.capacity_bytes, 0.0)
+        short = int(over.max())
+        message = f"the plan does not fit: {'; '.join(run.line.violations)}"
+        name = problem.devices[int(over.argmax())].name if short else None
+        shortage = Shortage(DEVICE if short else OTHER, message, name, short, proven, error is not None)
+        return shortage, tester("another plan", problem) if error is None else None
     only, first = shortage_of_only_plan(problem), problem.devices[0]
-    if error is None and only is not None:
+    if only is not None:  # there is one plan, so its shortage is exact
         limit = first.memory_bytes or 0
         message = f"{first.name} needs {bytes_text(limit + only)}, has {bytes_text(limit)}: {only} bytes short"
-        return Shortage(DEVICE, message, first.name, only, only, True), None
-    if error is None:
-        trial = tester("another plan", problem)
-        message = f"a plan that fits was found by {trial.how}" if trial.fits else trial.how
-        return Shortage(DEVICE, message, None, trial.short_bytes, 0, False), trial
-    if only is not None:  # there is one plan, so its shortage is exact
-        return Shortage(constraint, _without_advice(error), first.name, only, only, True), None
-    return Shortage(constraint, _without_advice(error), error.device, proven, proven, True), None
+        message = message if error is None else _without_advice(error)
+        return Shortage(constraint or DEVICE, message, first.name, only, only, True), None
+    if error is not None:
+        return Shortage(constraint, _without_advice(error), error.device, proven, proven, True), None
+    trial = tester("another plan", problem)
+    message = f"a plan that fits was found by {trial.how}" if trial.fits else trial.how
+    return Shortage(DEVICE, message, None, trial.short_bytes, 0, False), trial
 
 
 def _proof(problem: Problem) -> tuple[str, InfeasibleError | None, int]:

@@ -152,19 +152,13 @@ def _curves(
 
 def _rivals(planned: Planned, result: StepEvaluation) -> tuple[PlannerRow, ...]:
     """Returns the plan and the rivals that it names, with the figures that were predicted then."""
-    strategy = planned.strategy
-    rows = [_rival("this strategy", True, strategy.batch, result.step_time_s, result.feasible, len(strategy.devices), "")]
-    own = strategy.to_dict()
+    devices, own = len(planned.strategy.devices), planned.strategy.to_dict()
+    rows = [PlannerRow("this strategy", True, result.step_time_s, result.feasible, None, devices, None)]
     for entry in rivals_of(planned.plan.predicted):
         if entry.strategy != own:
             step_s = entry.step_time_s
-            rows.append(_rival(entry.kind, False, strategy.batch, step_s, step_s is not None, entry.devices, entry.remark))
-    return tuple(sorted(rows, key=lambda row: (not row.feasible, -(row.samples_per_s or 0.0))))
-
-
-def _rival(name: str, this: bool, batch: int, step_s: float | None, fits: bool, devices: int, note: str) -> PlannerRow:
-    rate = batch / step_s if step_s else None
-    return PlannerRow(name, this, step_s, rate, fits, None, devices, None, note)
+            rows.append(PlannerRow(entry.kind, False, step_s, step_s is not None, None, entry.devices, None, entry.remark))
+    return tuple(sorted(rows, key=lambda row: row.order))
 
 
 OPS = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_WEIGHT: "gradients of weights", UPDATE: "update"}

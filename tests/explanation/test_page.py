@@ -129,7 +129,7 @@ def hostile_problem():
 def test_hostile_names_stay_names():
     problem = hostile_problem()
     plan = make_plan(problem, [0, 1] * 3, planner=HOSTILE)
-    rows = [PlannerRow(HOSTILE, False, None, None, False, None, 0, None, HOSTILE)]
+    rows = [PlannerRow(HOSTILE, False, None, False, None, 0, None, HOSTILE)]
     place = PlaceTiming(0, HOSTILE, 1.0, 0.0, 0.0, 0.0)
     timing = PlanTiming(HOSTILE, plan.fingerprint, problem.fingerprint, HOSTILE, HOSTILE, (1.0,), (place,), 0.0, 1.0)
     ordinary = render(report_data(random_problem(0, num_groups=6, num_devices=2), make_plan_like(plan)))
@@ -187,8 +187,8 @@ def test_planners_table_is_sorted_and_marks_this_plan():
     rows = planner_rows(problem, plan, report_data(problem, plan).timeline, ["round_robin", "heft", "round_robin"])
     assert sorted(row.planner for row in rows) == ["hand", "heft", "round_robin"]
     assert [row.planner for row in rows if row.this] == ["hand"]
-    rates = [row.samples_per_s for row in rows if row.feasible]
-    assert rates == sorted(rates, reverse=True)
+    steps = [row.step_time_s for row in rows if row.feasible]
+    assert steps == sorted(steps)
     assert planner_rows(problem, plan, report_data(problem, plan).timeline, []) == ()
     with pytest.raises(InputError, match="unknown planner 'hefd'; did you mean 'heft'"):
         planner_rows(problem, plan, report_data(problem, plan).timeline, ["hefd"])
@@ -284,7 +284,7 @@ def test_the_title_names_model_cluster_and_step(piped):
 
 
 def test_columns_without_content_are_left_out(piped):
-    rows = [PlannerRow("one", True, 0.3, 26.6, True, None, 4, None), PlannerRow("two", False, None, None, False, None, 0, 1.5)]
+    rows = [PlannerRow("one", True, 0.3, True, None, 4, None), PlannerRow("two", False, None, False, None, 0, 1.5)]
     text = render(dataclasses.replace(piped, planners=tuple(rows)))
     table = text.split('aria-label="Planners"')[1].split("</table>")[0]
     heads = re.findall(r'<th scope="col">(.*?)</th>', table)

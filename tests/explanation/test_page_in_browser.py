@@ -67,8 +67,8 @@ def piped():
     )
     plan = make_plan(problem, np.arange(48) * 4 // 48, planner="hand")
     planners = [
-        PlannerRow("heft", False, 0.3, 26.6, True, 0.8, 4, 0.1),
-        PlannerRow(HOSTILE, True, 0.4, 20.0, True, None, 4, None),
+        PlannerRow("heft", False, 0.3, True, 0.8, 4, 0.1),
+        PlannerRow(HOSTILE, True, 0.4, True, None, 4, None),
     ]
     measured = [
         PlanTiming(f"plan{i}", "" if i else plan.fingerprint, "", "", "joint", (0.3 + 0.1 * i,) * 10, (), 0.0, 0.33 + 0.08 * i)

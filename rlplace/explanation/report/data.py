@@ -70,7 +70,6 @@ class PlannerRow:
         planner: Name of the planner.
         this: Whether it is the plan of the report.
         step_time_s: Simulated step time; None without a plan.
-        samples_per_s: Simulated samples per second; None without a plan.
         feasible: Whether the plan fits.
         memory_share: Largest share of a device's memory; None where no device has a limit.
         devices_used: Devices with a group; 0 without a plan.
@@ -81,12 +80,16 @@ class PlannerRow:
     planner: str
     this: bool
     step_time_s: float | None
-    samples_per_s: float | None
     feasible: bool
     memory_share: float | None
     devices_used: int
     seconds: float | None
     note: str = ""
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """A key to sort by: plans that fit first, the quickest first."""
+        return not self.feasible, self.step_time_s or math.inf
 
 
 @dataclass(frozen=True, eq=False)

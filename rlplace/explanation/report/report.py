@@ -117,22 +117,20 @@ def planner_rows(
             raise run.error
         if run.answer is None:
             note = f"{'cannot run' if run.status == MISSING else 'no plan'}: {run.reason}"
-            rows.append(PlannerRow(name, False, None, None, False, None, 0, None, note))
+            rows.append(PlannerRow(name, False, None, False, None, 0, None, note))
         else:
             rows.append(_row(name, run.answer, simulate(problem, run.answer), problem.devices, run.seconds))
-    return tuple(sorted(rows, key=lambda row: (not row.feasible, row.samples_per_s is None, -(row.samples_per_s or 0.0))))
+    return tuple(sorted(rows, key=lambda row: row.order))
 
 
 def _row(
     name: str, plan: PlacementPlan, line: Timeline | StepTimeline, devices: Sequence[Device], seconds: float | None
 ) -> PlannerRow:
     """Returns the row of a planner; `seconds` is None for the plan of the report."""
-    step = line.step_time_s
     return PlannerRow(
         planner=name,
         this=seconds is None,
-        step_time_s=step,
-        samples_per_s=line.samples / step if step else None,
+        step_time_s=line.step_time_s,
         feasible=line.feasible,
         memory_share=fullest_share(line.peak_memory_bytes.tolist(), devices),
         devices_used=len(np.unique(plan.device_of_group)),

@@ -195,14 +195,14 @@ def _planners(data: ReportData) -> Section | None:
     """Returns one row a planner; None when there are none."""
     if not data.planners:
         return None
-    best = next((row.samples_per_s for row in data.planners if row.this), None)
+    own_s, samples = next((row.step_time_s for row in data.planners if row.this), None), data.timeline.samples
     rows = []
     for row in data.planners:
         cells = {
             "Planner": TableCell(row.planner),
             "Step time": TableCell(seconds_text(row.step_time_s)),
-            "Samples/s": TableCell("-" if row.samples_per_s is None else f"{row.samples_per_s:,.1f}"),
-            "Speed against this plan": TableCell(f"{row.samples_per_s / best:.3f}" if best and row.samples_per_s else "-"),
+            "Samples/s": TableCell(f"{samples / row.step_time_s:,.1f}" if row.step_time_s else "-"),
+            "Speed against this plan": TableCell(f"{own_s / row.step_time_s:.3f}" if own_s and row.step_time_s else "-"),
             "Devices": TableCell(str(row.devices_used or "-")),
             "Largest share of memory": TableCell(percent(row.memory_share), _LEVELS[fullness(row.memory_share)]),
             "Planning": TableCell("-" if row.seconds is None else f"{row.seconds:.2f} s"),

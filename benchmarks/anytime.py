@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.agent.jobs import CLUSTERS, SHAPES, large_case
+from benchmarks.agent.measure import CLUSTERS, SHAPES, large_case
 from benchmarks.harness import Row, arguments, markdown, missing, one_thread, read_rows, spread, timed, with_interval
 from rlplace.agents.planner import load_agent, warm_up
 from rlplace.placement import get_planner

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.agent.jobs import large_cases
+from benchmarks.agent.measure import large_cases
 from benchmarks.harness import Row, arguments, markdown, one_thread, read_rows, with_interval, write_rows
 from rlplace.agents.checkpoint import load_checkpoint
 from rlplace.agents.graph_network import GraphNetwork, built

@@ -19,7 +19,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.agent.jobs import SETS, matrix, measure, pick, split, tell
+from benchmarks.agent.measure import SETS, matrix, measure, pick, split, tell
 from benchmarks.agent.methods import RIVALS, chosen_methods
 from benchmarks.agent.records import Store
 from benchmarks.agent.tables import report

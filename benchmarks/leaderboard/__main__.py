@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from msgspec.structs import replace
 
-from benchmarks.agent.jobs import tell
+from benchmarks.agent.measure import tell
 from benchmarks.agent.methods import options_of
 from benchmarks.leaderboard.board import BASE, FILE, board_cases, freeze, info_of, page
 from benchmarks.leaderboard.making import OURS, make, new_card, placer

@@ -7,19 +7,18 @@ import json
 import platform
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import asdict
 from numpy.typing import NDArray
 
-from benchmarks.agent.jobs import tell
-from benchmarks.agent.measure import after_floor
+from benchmarks.agent.measure import after_floor, tell
 from benchmarks.agent.methods import random_search
 from benchmarks.agent.records import Budget
 from benchmarks.leaderboard.submission import CARD, PLANS, Card, Row
@@ -81,7 +80,7 @@ def answer(case: ProblemCase, place: Placer, budget: Budget | None, seed: int, f
     if place.starts:
         start = get_planner("best")(problem).device_of_group if floor is None else np.array(floor, dtype=np.int32)
         options["start"] = start
-    run = attempt(place, after_floor(problem, start), seed=seed, **options)
+    run = attempt(place.place, after_floor(problem, start), seed=seed, **options)
     calls = max(0, run.simulator_calls - (start is not None))
     line = None if run.answer is None else simulate(problem, run.answer.device_of_group)
     if run.answer is None or line is None or not line.feasible:
@@ -89,19 +88,11 @@ def answer(case: ProblemCase, place: Placer, budget: Budget | None, seed: int, f
     return Row(case.name, problem.fingerprint, run.answer.device_of_group.tolist(), line.step_time_s, calls, run.seconds)
 
 
-class Placer:
-    """A planner as the board calls it.
+class Placer(NamedTuple):
+    """A planner as the board calls it, and whether it takes the plan of `best` to start from, which is in no budget."""
 
-    Attributes:
-        starts: Whether it takes the plan of `best` to start from, which is in no budget.
-    """
-
-    def __init__(self, place: Any, *, starts: bool) -> None:
-        self._place, self.starts = place, starts
-
-    def __call__(self, problem: Problem, **options: Any) -> PlacementPlan:
-        """Places a problem."""
-        return self._place(problem, **options)
+    place: Callable[..., PlacementPlan]
+    starts: bool
 
 
 def placer(name: str, budget: str, checkpoint: str | None = None, options: Mapping[str, Any] | None = None) -> Placer:
@@ -130,7 +121,7 @@ def placer(name: str, budget: str, checkpoint: str | None = None, options: Mappi
         place = random_search
     else:
         place = partial(project, name) if name in NEEDS_SPLIT else get_planner(name)
-    return Placer(partial(place, **(options or {})), starts=starts)
+    return Placer(partial(place, **(options or {})), starts)
 
 
 def project(name: str, problem: Problem, *, seed: int = 0, time_limit_s: float | None = None) -> PlacementPlan:

@@ -28,7 +28,6 @@ from rlplace.placement.common.evaluate import Assignment
 from rlplace.placement.common.groupgraph import group_graph
 from rlplace.placement.metis import metis_partition
 from rlplace.placement.published.compiler import LARGE_GROUPS, Partitioner, balances, family
-from rlplace.placement.published.compiler.nets import Nets
 from rlplace.problem import UPDATE, Problem
 from rlplace.problem.build import tensor_fields
 from rlplace.problem.generate import random_problem
@@ -145,13 +144,6 @@ def longest_first(partitioner: Partitioner) -> NDArray[np.int32]:
         load[device, level.band[vertex]] = after[device]
         used[device] += level.footprint_bytes[vertex]
     return part
-
-
-def edge_nets(problem: Problem, link: tuple[float, float]) -> Nets:
-    """Makes a net of every edge of the group graph, worth its seconds on a link of that latency and seconds per byte."""
-    graph = group_graph(problem)
-    seconds, zero = graph.edge_s(*link), np.zeros(len(graph.source))
-    return Nets(graph.source, np.arange(len(zero) + 1, dtype=np.int64), graph.target, zero, zero.copy(), seconds)
 
 
 RIVALS = {"one_s": "one device", "metis_s": "METIS", "cut_s": "cut", "balance_s": "balance"}

@@ -17,8 +17,7 @@ from msgspec.structs import replace
 from benchmarks import ils
 from benchmarks.agent import measure, methods, race, tables
 from benchmarks.agent.__main__ import main
-from benchmarks.agent.jobs import random_cases
-from benchmarks.agent.measure import Job, check, floor_of, run_row
+from benchmarks.agent.measure import Job, check, floor_of, random_cases, run_row
 from benchmarks.agent.records import ABLATION, AGENT, RIVAL, BenchmarkRow, Budget, CaseInfo, Method, Store
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.placement import get_planner

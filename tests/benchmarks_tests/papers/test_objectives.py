@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from benchmarks.papers.compiler import OBJECTIVES, edge_nets, partitions
+from benchmarks.papers.compiler import OBJECTIVES, partitions
 from rlplace.placement.common.groupgraph import group_graph, mean_link
 from rlplace.placement.metis import metis_partition
 from rlplace.placement.published.compiler import partition
+from rlplace.placement.published.compiler.nets import Nets
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
 from tests.placement.test_compiler_partition import loads, sent_seconds
@@ -34,6 +35,13 @@ def compiler_graphs():
         captured("zoo:nasnet"),
         captured("hf:gpt2,n_layer=4"),
     ]
+
+
+def edge_nets(problem, link):
+    """Makes a net of every edge of the group graph, as METIS counts it: its seconds on a link."""
+    graph = group_graph(problem)
+    seconds, zero = graph.edge_s(*link), np.zeros(len(graph.source))
+    return Nets(graph.source, np.arange(len(zero) + 1, dtype=np.int64), graph.target, zero, zero.copy(), seconds)
 
 
 def edge_cut(nets, devices):

@@ -23,7 +23,7 @@ PLANNERS: dict[str, str] = {
     "single": "rlplace.placement.simple:single",
     "round_robin": "rlplace.placement.simple:round_robin",
     "random": "rlplace.placement.simple:random_plans",
-    "balanced": "rlplace.placement.balanced:balanced",
+    "balanced": "rlplace.placement.simple:balanced",
     "heft": "rlplace.placement.list_scheduling:heft",
     "m_topo": "rlplace.placement.simple:m_topo",
     "m_etf": "rlplace.placement.list_scheduling:m_etf",

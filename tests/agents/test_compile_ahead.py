@@ -10,7 +10,7 @@ from numba.core.dispatcher import Dispatcher
 
 from rlplace.agents import compile_ahead, search
 from rlplace.envs.guide import analysis, draw, features
-from rlplace.placement import annealing, balanced, get_planner
+from rlplace.placement import annealing, get_planner
 from rlplace.placement.common import kernels, listkernels, movekernels
 from rlplace.placement.published.bipartition import solve as bipartition
 from rlplace.placement.published.compiler import fm, nets, seeds
@@ -91,7 +91,6 @@ KERNELS = {
         kernels,
         listkernels,
         movekernels,
-        balanced,
         annealing,
         bipartition,
         fm,

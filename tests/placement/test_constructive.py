@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from rlplace.placement import get_planner
-from rlplace.placement.balanced import cheapest_cuts, cut_seconds, min_max_split, segments_of
 from rlplace.placement.common import bounds
 from rlplace.placement.common.floor import device_order, device_subsets, map_parts
 from rlplace.placement.common.groupgraph import group_graph
@@ -80,76 +79,6 @@ def test_m_etf_respects_memory():
     _, devices, _, start, *_ = earliest_start(problem, [0, 1])
     assert devices.tolist() == [0, 1, 1]
     assert start.tolist() == [0.0, 0.0, 2.0]
-
-
-def split_by_brute_force(problem, order, sizes):
-    """Returns the smallest largest segment over all cuts and device orders."""
-    groups, count = len(order), problem.num_devices
-    best = np.inf
-    for row in itertools.permutations(range(count)):
-        for cuts in itertools.combinations_with_replacement(range(groups + 1), count - 1):
-            edges = [0, *cuts, groups]
-            load = []
-            for k, device in enumerate(row):
-                mine = order[edges[k] : edges[k + 1]]
-                fits = sizes[mine].sum() <= problem.memory_limit_bytes[device]
-                load.append(problem.group_time_s[mine, device].sum() if fits else np.inf)
-            best = min(best, max(load))
-    return best
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_balanced_split_is_exact(seed):
-    problem = random_problem(
-        seed, 9, 2 + seed % 2, unlike=seed % 4 < 2, memory_factor=(None, 1.6)[seed % 2], null_fraction=0.3 * (seed % 3 == 0)
-    )
-    order, sizes = group_graph(problem).order, problem.resident_bytes
-    found = min_max_split(problem, order, range(problem.num_devices), sizes)
-    expected = split_by_brute_force(problem, order, sizes)
-    if found is None:
-        assert expected == np.inf
-        return
-    bound, devices, cuts = found
-    assert bound == pytest.approx(expected, rel=1e-12)
-    assert cuts[0] == 0 and cuts[-1] == 9 and (np.diff(cuts) >= 0).all()
-    assert len(set(devices)) == len(devices) == len(cuts) - 1
-
-
-def test_balanced_split_with_many_unlike_devices_keeps_its_order():
-    """Too many sets to search: the given order of devices and its reverse are still solved exactly."""
-    times = [[1.0 + 0.01 * d for d in range(16)] for _ in range(32)]
-    problem = build_problem("unlike16", time_s=times, tensors=[], memory_bytes=[None] * 16)
-    found = min_max_split(problem, group_graph(problem).order, range(16), problem.resident_bytes)
-    assert found is not None and found[0] == pytest.approx(2.30)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_cheapest_cuts_equal_brute_force(seed):
-    problem = random_problem(seed, 9, 3, shape="chain", memory_factor=1.7, comm_ratio=2.0, unlike=seed % 2 == 0)
-    order, row = group_graph(problem).order, [2, 0, 1]
-    segments = segments_of(problem, order, row, problem.resident_bytes)
-    prefix, _, size, limits = segments
-    cut_s = cut_seconds(problem, order, row)
-    bound = 0.8 * problem.group_time_s.max(axis=1).sum()
-
-    def cost(cuts):
-        total, last = 0.0, 0
-        for k in range(3):
-            a, b = cuts[k], cuts[k + 1]
-            if a == b:
-                continue
-            time = prefix[k, b] - prefix[k, a]
-            if time > bound or size[b] - size[a] > limits[k]:
-                return np.inf
-            total += time + (cut_s[k, a] if 0 < a < 9 else 0.0)
-            last = b
-        return total if last == 9 else np.inf
-
-    expected = min(cost([0, a, b, 9]) for a in range(10) for b in range(a, 10))
-    cuts = cheapest_cuts(segments, cut_s, bound)
-    assert (cuts is not None) == np.isfinite(expected)
-    if cuts is not None:
-        assert cost(cuts) == pytest.approx(expected, rel=1e-12)
 
 
 def test_single_takes_the_fastest_device_that_fits():

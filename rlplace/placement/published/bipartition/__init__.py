@@ -21,14 +21,14 @@ The exact cut with the smallest largest stage, with and without what is sent ove
 scaled to 0..1, a largest block p is fixed; while it exceeds the smallest block q by more than 1, the block beside q on p's
 side hands its nearest layer to q; when p itself gave a layer, another largest block is fixed (Bárány, Grinberg, "Block
 partitions of sequences", 2013). Of the smallest blocks the one nearest to p takes the layer. Layers hold what belongs
-together, a forward group and its backward among it, where `rlplace.placement.balanced` cuts plain orders of groups.
+together, a forward group and its backward among it. The planner `balanced` has these cuts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise, permutations, product
 from typing import Any
 
 import numpy as np
@@ -36,35 +36,67 @@ from numpy.typing import NDArray
 
 from rlplace.errors import whole_number
 from rlplace.placement.common.evaluate import Assignment
-from rlplace.placement.common.floor import device_order, device_subsets, one_shot_planner
+from rlplace.placement.common.floor import device_classes, device_order, device_subsets, one_shot_planner
 from rlplace.placement.common.groupgraph import group_graph
 from rlplace.placement.published.bipartition.layers import Layers, layer_orders, make_layers, make_pipeline, require_split
-from rlplace.placement.published.bipartition.solve import PassCuts, bi_partition, bottleneck_s, layer_wise, least_traffic
+from rlplace.placement.published.bipartition.solve import (
+    Chain,
+    PassCuts,
+    Workers,
+    bi_partition,
+    bottleneck_s,
+    layer_wise,
+    least_traffic,
+)
 from rlplace.plan import PlacementPlan
 from rlplace.problem import Problem
 
 MAX_LAYERS = 512
 """Most layers of a chain; neighbours are merged beyond."""
 
+MAX_ORDERS = 2
+"""Orders of the classes of unlike devices that are tried."""
 
-def straight_pipelines(problem: Problem) -> Iterator[Assignment]:
-    """Yields both partitions for every number of devices and order; without memory limits where those leave none, for the
-    repair.
+
+def straight_pipelines(problem: Problem, slacks: Sequence[float] = (1.0,)) -> Iterator[Assignment]:
+    """Yields both partitions for every number of devices and order, of unlike devices also in other orders of their classes.
+
+    Where memory limits leave no cuts, only resident bytes count, and then nothing: the repair has to do the rest.
+
+    Args:
+        problem: The problem.
+        slacks: Largest stages allowed, as multiples of the smallest possible; the cuts of each have the least traffic.
     """
     for subset in reversed(device_subsets(problem)):
-        for order in layer_orders(problem):
-            layers = make_layers(problem, order, subset, max_layers=MAX_LAYERS)
+        for devices, order in product(_class_orders(problem, subset), layer_orders(problem)):
+            layers = make_layers(problem, order, devices, max_layers=MAX_LAYERS)
             for sends in (True, False):
-                for limited in (True, False):
-                    workers = make_pipeline(problem, subset, limited=limited)
-                    inverse = workers.seconds_per_byte if sends else np.zeros(workers.count)
-                    cuts = layer_wise(layers.chain, replace(workers, seconds_per_byte=inverse))
-                    if cuts is not None:
-                        yield layers.assign(problem, cuts)
+                for chain, workers in _relaxed(layers.chain, make_pipeline(problem, devices), sends):
+                    bound = bottleneck_s(chain, workers, 0)
+                    if bound < np.inf:
+                        for slack in slacks if sends else slacks[:1]:
+                            cuts = least_traffic(chain, workers, bound * slack, 0)
+                            assert cuts is not None
+                            yield layers.assign(problem, cuts)
                         break
             blocks = block_partition(layers.chain.mean_s, len(subset))
             offsets = tuple(blocks) + (layers.chain.num_layers,) * (len(subset) + 1 - len(blocks))
             yield layers.assign(problem, PassCuts(offsets, offsets, float("nan")))
+
+
+def _class_orders(problem: Problem, devices: list[int]) -> Iterator[list[int]]:
+    """Yields the given order, by classes of like devices, and some other orders of the classes."""
+    for classes in islice(permutations(device_classes(problem, devices)), MAX_ORDERS):
+        yield [device for members in classes for device in members]
+
+
+def _relaxed(chain: Chain, workers: Workers, sends: bool) -> Iterator[tuple[Chain, Workers]]:
+    """Yields a chain on workers, with or without what is sent: within memory, then without activations, then without limits."""
+    if not sends:
+        workers = replace(workers, seconds_per_byte=np.zeros(workers.count))
+    yield chain, workers
+    yield replace(chain, stash_bytes=np.zeros(chain.num_layers)), workers
+    yield chain, replace(workers, memory_bytes=np.full(workers.count, np.inf))
 
 
 def block_partition(costs: Sequence[float] | NDArray[np.float64], parts: int) -> list[int]:

@@ -10,11 +10,11 @@ of the model's graph on a hardware graph. Its program is not published in full; 
 start times, one op at a time on a device, transfers that overlap with compute, memory, link capacity, symmetry breaking. The
 paper uses an integer linear program; ours goes to CP-SAT, which has intervals, and is an integer program all the same.
 
-Steps: the graph is shrunk to at most `groups` nodes (`coarsen`: groups of no work join a neighbour, chains are fused, then
-pairs with much traffic); the program of the coarse problem is solved under a limit, with the better of `best` on the coarse
-problem and `best` on the problem itself as the hint; its solutions go back to the problem's groups, are simulated and repaired
-like any candidate. The answer of `best` is a candidate too, so the plan is never worse. ``plan.predicted.proof`` holds what the
-solver proved of the coarse program: it says nothing about plans that split a node, and the executor's step time may differ.
+Steps: the graph is shrunk to at most `groups` nodes (`coarsen`); the program of the coarse problem is solved under a limit,
+with the better of `best` on the coarse problem and `best` on the problem itself as the hint; its solutions go back to the
+problem's groups, are simulated and repaired like any candidate. The answer of `best` is a candidate too, so the plan is never
+worse. ``plan.predicted.proof`` holds what the solver proved of the coarse program: it says nothing about plans that split a
+node, and the executor's step time may differ.
 """
 
 from __future__ import annotations

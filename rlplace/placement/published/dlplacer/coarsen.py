@@ -1,9 +1,8 @@
 """Groups that share a device: shrinks the graph of groups until the exact program can handle it.
 
-Three steps, each of which keeps the forward graph acyclic: groups that take next to no time join the neighbour they exchange
-most with; chains (a group whose only reader has no other input) are fused; then the pair with the most traffic for its work is
-joined, again and again, until few enough are left. Groups join only where an allowed device is common and where both fit
-into a share of a device.
+The forward graph stays acyclic (`rlplace.model.graph.contract`): under growing limits of work, edges are contracted that are
+the only one out of or into a node, most traffic first; groups with the same neighbours are joined; then neighbours in a
+topological order. Groups join only where an allowed device is common and where both fit into a share of a device.
 
 The coarse problem has nodes of joined groups as groups, and one op for each of their phases. A coarse op takes as long as its
 ops one after another and ends with the last of them, so a tensor leaves a node later than it could. Where joining the ops of a
@@ -26,17 +25,11 @@ from rlplace.problem.build import tensor_fields
 from rlplace.problem.contract import alike, crossing, merged_edges
 from rlplace.problem.order import grouped, topological_order
 
-TINY = 1e-3
-"""Share of the step's work below which a group is joined to a neighbour."""
-
 MEMORY_SHARE = 1 / 3
 """Joined groups take at most this share of the largest device."""
 
-WORK_SHARE = 3.0
-"""Joined groups take at most this many times the mean work of a node of the target size."""
-
-PRESPLIT = 512
-"""Graphs with more groups are first cut into this many pieces of a topological order."""
+WORK_SHARES = (0.25, 0.5, 1.0, 2.0, 3.0)
+"""Joined groups take at most these shares of the mean work of a node of the target size, one after another; then any."""
 
 
 def contract_groups(problem: Problem, node_of_group: NDArray[np.int32]) -> tuple[Problem, NDArray[np.int64]]:
@@ -131,42 +124,43 @@ def _acyclic_parts(problem: Problem, node: NDArray[np.int32]) -> NDArray[np.int6
 class _ShrinkingGraph(ContractionGraph):
     """The forward graph of groups while it shrinks; a node has the number of one of its groups, edges weigh seconds."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, count: int) -> None:
         super().__init__(problem.num_groups, *(row.tolist() for row in _forward_edges(problem)))
         graph = group_graph(problem)
         self.work_s, self.size_bytes = graph.mean_time_s.tolist(), graph.footprint_bytes.astype(np.float64).tolist()
         self.allowed = problem.group_allowed.copy()
         limits = problem.memory_limit_bytes[np.isfinite(problem.memory_limit_bytes)]
         self.most_bytes = MEMORY_SHARE * float(limits.max()) if len(limits) else np.inf
-        self.total_s, self.left = sum(self.work_s), problem.num_groups
+        self.count, self.left, self.mean_s = count, problem.num_groups, sum(self.work_s) / count
+        self.most_s = 0.0
 
-    def fits(self, u: int, v: int, most_s: float) -> bool:
+    def fits(self, u: int, v: int) -> bool:
         """Returns whether two nodes may sit together and stay small enough."""
-        if self.work_s[u] + self.work_s[v] > most_s or self.size_bytes[u] + self.size_bytes[v] > self.most_bytes:
+        if self.work_s[u] + self.work_s[v] > self.most_s or self.size_bytes[u] + self.size_bytes[v] > self.most_bytes:
             return False
         return bool((self.allowed[u] & self.allowed[v]).any())
 
-    def only_path(self, u: int, v: int, level: dict[int, int]) -> bool:
-        """Returns whether the edge from u to v is the only way from u to v, so that joining them makes no cycle."""
-        if self.contractible(u, v) or level[v] == level[u] + 1:
-            return True
-        seen, stack = {v}, [w for w in self.successors[u] if w != v]
-        while stack:
-            w = stack.pop()
-            if v in self.successors[w]:
-                return False
-            if w not in seen and level[w] < level[v]:
-                seen.add(w)
-                stack.extend(self.successors[w])
-        return True
-
-    def add(self, u: int, v: int) -> None:
-        """Makes v part of u."""
-        self.join(u, v)
-        self.work_s[u] += self.work_s[v]
-        self.size_bytes[u] += self.size_bytes[v]
-        self.allowed[u] &= self.allowed[v]
+    def merged(self, u: int, v: int, kept: int) -> bool:
+        """Adds up two nodes that were merged; returns whether few enough are left."""
+        gone = u + v - kept
+        self.work_s[kept] += self.work_s[gone]
+        self.size_bytes[kept] += self.size_bytes[gone]
+        self.allowed[kept] &= self.allowed[gone]
         self.left -= 1
+        return self.left <= self.count
+
+    def merge_runs(self, runs: list[list[int]]) -> bool:
+        """Merges neighbours in each run while they fit; returns whether few enough nodes are left."""
+        for nodes in runs:
+            kept = nodes[0]
+            for node in nodes[1:]:
+                if self.fits(kept, node):
+                    before, (kept, _) = kept, self.merge(kept, node)
+                    if self.merged(before, node, kept):
+                        return True
+                else:
+                    kept = node
+        return False
 
 
 def coarsen(problem: Problem, count: int) -> NDArray[np.int32]:
@@ -181,103 +175,15 @@ def coarsen(problem: Problem, count: int) -> NDArray[np.int32]:
     """
     if problem.num_groups <= count:
         return np.arange(problem.num_groups, dtype=np.int32)
-    graph = _ShrinkingGraph(problem)
-    most_s = WORK_SHARE * graph.total_s / count
-    if problem.num_groups > PRESPLIT:
-        _presplit(graph, problem)
-    _join_tiny(graph, count)
-    _fuse_chains(graph, count, most_s)
-    while graph.left > count:
-        if not (_join_best(graph, most_s) or _join_level(graph, most_s)):
-            if most_s == np.inf:
-                break
-            most_s = np.inf
+    graph = _ShrinkingGraph(problem, count)
+    for share in (*WORK_SHARES, np.inf):
+        graph.most_s = share * graph.mean_s
+        done = graph.contract_edges(graph.edges(), lambda a, b: 0, graph.fits, graph.merged) or graph.merge_runs(graph.twins())
+        if done or (share >= 1.0 and graph.merge_runs([graph.depth_first_order()])):
+            break
     root = [graph.find(group) for group in range(problem.num_groups)]
     _, first, inverse = np.unique(root, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[inverse].astype(np.int32)
-
-
-def _presplit(graph: _ShrinkingGraph, problem: Problem) -> None:
-    """Joins runs of a depth-first topological order: pieces of equal work, without cycles since all edges point one way.
-
-    Nodes that nothing comes before are in the order of the group graph, the others in that of their numbers.
-    """
-    position = np.argsort(group_graph(problem).order)
-    count = problem.num_groups
-    later = np.array([len(before) > 0 for before in graph.predecessors])
-    named = np.lexsort((np.where(later, np.arange(count), position), later))
-    edges = np.argsort(named)[np.array(graph.edges(), dtype=np.int64).reshape(-1, 2)]
-    order = named[topological_order(edges[:, 0], edges[:, 1], count, depth_first=True)[0]].tolist()
-    most_s = graph.total_s / PRESPLIT
-    current = order[0]
-    for group in order[1:]:
-        if graph.fits(current, group, most_s):
-            graph.add(current, group)
-        else:
-            current = group
-
-
-def _join_tiny(graph: _ShrinkingGraph, count: int) -> None:
-    least_s = TINY * graph.total_s
-    level = graph.levels()
-    for u in sorted((u for u in graph.live() if graph.work_s[u] < least_s), key=lambda u: (graph.work_s[u], u)):
-        if graph.left <= count:
-            return
-        if graph.find(u) != u:
-            continue
-        near = [(-seconds, v, (u, v)) for v, seconds in graph.successors[u].items()]
-        near += [(-seconds, v, (v, u)) for v, seconds in graph.predecessors[u].items()]
-        for _, v, (first, second) in sorted(near):
-            if graph.fits(u, v, np.inf) and graph.only_path(first, second, level):
-                graph.add(v, u)
-                level = graph.levels()
-                break
-
-
-def _fuse_chains(graph: _ShrinkingGraph, count: int, most_s: float) -> None:
-    """Fuses the lightest pairs first, so that a long chain falls into pieces of like work."""
-    while graph.left > count:
-        pairs = [
-            (graph.work_s[u] + graph.work_s[v], u, v)
-            for u, v in graph.edges()
-            if len(graph.successors[u]) == len(graph.predecessors[v]) == 1 and graph.fits(u, v, most_s)
-        ]
-        if not pairs:
-            return
-        _, u, v = min(pairs)
-        graph.add(u, v)
-
-
-def _join_best(graph: _ShrinkingGraph, most_s: float) -> bool:
-    """Joins the pair with the most traffic for its work."""
-    level = graph.levels()
-    floor_s = 1e-6 * graph.total_s + 1e-300
-
-    def rating(edge: tuple[int, int]) -> tuple[float, int, int]:
-        u, v = edge
-        seconds = graph.successors[u][v]
-        return -(seconds + floor_s) / ((graph.work_s[u] + floor_s) * (graph.work_s[v] + floor_s)), u, v
-
-    for u, v in sorted(graph.edges(), key=rating):
-        if graph.fits(u, v, most_s) and graph.only_path(u, v, level):
-            graph.add(u, v)
-            return True
-    return False
-
-
-def _join_level(graph: _ShrinkingGraph, most_s: float) -> bool:
-    """Joins the two lightest nodes of a level that fit together: there is no path between nodes of one level."""
-    level = graph.levels()
-    by_level: dict[int, list[int]] = {}
-    for u in sorted(graph.live(), key=lambda u: (graph.work_s[u], u)):
-        by_level.setdefault(level[u], []).append(u)
-    for _, nodes in sorted(by_level.items()):
-        for i, u in enumerate(nodes):
-            for v in nodes[i + 1 : i + 9]:
-                if graph.fits(u, v, most_s):
-                    graph.add(u, v)
-                    return True
-    return False
 
 
 def _forward_edges(problem: Problem) -> tuple[NDArray[Any], ...]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlplace.cost.contract import split_backward
 from rlplace.errors import InputError
 from rlplace.placement import NEEDS_SPLIT
-from rlplace.placement.published.bipartition import bipartition, block_partition, straight_pipelines
+from rlplace.placement.published.bipartition import bipartition, straight_pipelines
 from rlplace.placement.published.bipartition.layers import is_split, layer_numbers, layer_orders, make_layers, make_pipeline
 from rlplace.placement.published.bipartition.solve import Workers, bi_partition, pass_costs, price_cuts
 from rlplace.plan import PlacementPlan
@@ -187,18 +187,6 @@ def test_wrong_arguments():
         bi_partition(chain, 0)
     with pytest.raises(InputError, match="times are for 2 workers"):
         bi_partition(make_chain(np.ones((3, 2)), np.ones((3, 2))), 3)
-
-
-@settings(max_examples=80, derandomize=True)
-@given(st.lists(st.floats(0, 10), min_size=1, max_size=40), st.integers(1, 6))
-def test_block_partition_keeps_its_bound(costs, parts):
-    cuts = block_partition(costs, parts)
-    assert cuts[0] == 0 and cuts[-1] == len(costs) and len(cuts) == min(parts, len(costs)) + 1
-    assert cuts == sorted(cuts)
-    spread = max(costs) - min(costs)
-    scaled = [(c - min(costs)) / spread if spread else 0.0 for c in costs]
-    sums = [sum(scaled[a:b]) for a, b in itertools.pairwise(cuts)]
-    assert max(sums) <= min(sums) + 1 + 1e-6
 
 
 def test_the_exact_partition_is_among_them():

@@ -14,25 +14,19 @@ mini-batch in flight; a placement is one pass of the batch, where the paper asks
 (`rlplace.placement.published.bipartition.layers`); the simulator picks among cuts for gaps up to the one asked for, with the
 smallest bottleneck or a little more, least traffic or most even loads.
 
-Layer-wise pipelines of a chain of layers, for 1 to D devices.
-
-The exact cut with the smallest largest stage, with and without what is sent over cuts (Narayanan et al., "PipeDream", SOSP
-2019), and torchgpipe's partition (Kim et al., 2020), which may miss that optimum: from equal numbers of layers, and costs
-scaled to 0..1, a largest block p is fixed; while it exceeds the smallest block q by more than 1, the block beside q on p's
-side hands its nearest layer to q; when p itself gave a layer, another largest block is fixed (Bárány, Grinberg, "Block
-partitions of sequences", 2013). Of the smallest blocks the one nearest to p takes the layer. Layers hold what belongs
-together, a forward group and its backward among it. The planner `balanced` has these cuts.
+Layer-wise pipelines of a chain of layers, for 1 to D devices: the exact cut with the smallest largest stage, with and without
+what is sent over cuts (Narayanan et al., "PipeDream", SOSP 2019). Layers hold what belongs together, a forward group and its
+backward among it. The planner `balanced` has these cuts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice, pairwise, permutations, product
+from itertools import islice, permutations, product
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlplace.errors import whole_number
 from rlplace.placement.common.evaluate import Assignment
@@ -59,7 +53,7 @@ MAX_ORDERS = 2
 
 
 def straight_pipelines(problem: Problem, slacks: Sequence[float] = (1.0,)) -> Iterator[Assignment]:
-    """Yields both partitions for every number of devices and order, of unlike devices also in other orders of their classes.
+    """Yields layer-wise cuts for every number of devices and order, of unlike devices also in other orders of their classes.
 
     Where memory limits leave no cuts, only resident bytes count, and then nothing: the repair has to do the rest.
 
@@ -79,9 +73,6 @@ def straight_pipelines(problem: Problem, slacks: Sequence[float] = (1.0,)) -> It
                             assert cuts is not None
                             yield layers.assign(problem, cuts)
                         break
-            blocks = block_partition(layers.chain.mean_s, len(subset))
-            offsets = tuple(blocks) + (layers.chain.num_layers,) * (len(subset) + 1 - len(blocks))
-            yield layers.assign(problem, PassCuts(offsets, offsets, float("nan")))
 
 
 def _class_orders(problem: Problem, devices: list[int]) -> Iterator[list[int]]:
@@ -97,44 +88,6 @@ def _relaxed(chain: Chain, workers: Workers, sends: bool) -> Iterator[tuple[Chai
     yield chain, workers
     yield replace(chain, stash_bytes=np.zeros(chain.num_layers)), workers
     yield chain, replace(workers, memory_bytes=np.full(workers.count, np.inf))
-
-
-def block_partition(costs: Sequence[float] | NDArray[np.float64], parts: int) -> list[int]:
-    """Returns the balanced partition of a sequence that torchgpipe makes.
-
-    Args:
-        costs: Cost of each layer.
-        parts: Number of blocks, at most the number of layers.
-
-    Returns:
-        Offsets of the blocks, from 0 to the number of layers. The largest block exceeds the smallest by at most the spread of
-        the costs.
-    """
-    values = np.asarray(costs, dtype=np.float64)
-    parts = max(1, min(parts, len(values)))
-    spread = float(np.ptp(values))
-    scaled = (values - values.min()) / spread if spread > 0 else np.zeros(len(values))
-    total = np.concatenate([[0.0], np.cumsum(scaled)]).tolist()
-    cuts = [len(values) // parts * i for i in range(parts)] + [len(values)]
-    sizes = [total[b] - total[a] for a, b in pairwise(cuts)]
-    while True:
-        largest = max(range(parts), key=lambda block: sizes[block])
-        while True:
-            least = min(sizes)
-            smallest = min((b for b in range(parts) if sizes[b] == least), key=lambda b: abs(b - largest))
-            # Rounding must not keep two blocks handing one layer to and fro.
-            if sizes[largest] <= least + 1.0 + 1e-9:
-                return cuts
-            if largest < smallest:
-                giver, cut = smallest - 1, smallest
-                cuts[cut] -= 1
-            else:
-                giver, cut = smallest + 1, smallest + 1
-                cuts[cut] += 1
-            for block in (giver, smallest):
-                sizes[block] = total[cuts[block + 1]] - total[cuts[block]]
-            if giver == largest:
-                break
 
 
 GAP = 8

@@ -3,9 +3,9 @@
 Problem: step time of the executor itself, as in `annealing`. A step ends when its critical chain ends: walking back from the
 last event, every op on the chain started when an input arrived or when its device became free. A transfer on the chain is
 removed by joining its two groups on either side; a wait for a busy device is removed by moving the waiting group, or the one
-that ran before it, to an idler device. These moves, also for the run of consecutive groups around them, are ranked by the
-seconds they remove less the transfers they add, and the first one that improves is made. At a local optimum a few random moves
-are made, and the descent continues from there; it returns to the best answer when that did not pay.
+that ran before it, to an idler device. These moves are ranked by the seconds they remove less the transfers they add, and the
+first one that improves is made. At a local optimum a few random moves are made, and the descent continues from there; it
+returns to the best answer when that did not pay.
 
 Paper: guided moves are in the spirit of critical-path local search for scheduling (van Laarhoven, Aarts, Lenstra, "Job shop
 scheduling by simulated annealing", 1992); restarts by small kicks are iterated local search (Lourenco, Martin, Stutzle, 2003).
@@ -113,7 +113,7 @@ def ranked_moves(problem: Problem, line: Timeline, assignment: Assignment, limit
         limit: Most moves to return.
 
     Returns:
-        Rows (estimated saving in seconds, move). The groups of a move all go to one device.
+        Rows (estimated saving in seconds, move of one group).
     """
     if line.step_time_s is None:
         return []
@@ -142,22 +142,5 @@ def ranked_moves(problem: Problem, line: Timeline, assignment: Assignment, limit
     here = devices[groups]
     added = rows[groups, targets] - rows[groups, here] + graph.time_s[groups, targets] - graph.time_s[groups, here]
     worth = saved[groups, targets] - added
-    # Runs are priced for the best single moves only: a run is never far better than its first group.
-    kept = np.argsort(-worth, kind="stable")[: 2 * limit]
-    groups, targets, worth = groups[kept], targets[kept], worth[kept]
-    order = graph.depth_first_order
-    low, high, cost_s = kernels.run_costs(groups, targets, order, devices, graph.time_s, traffic(problem))
-    runs = np.flatnonzero(low <= high)
-    gains = np.concatenate([worth, saved[groups[runs], targets[runs]] - cost_s[runs]])
-    least = np.sort(-gains)[:limit][-1:]  # moves are only built for rows that can be among the first
-    ranked: list[tuple[float, Move]] = []
-    for index in np.flatnonzero(-gains <= least).tolist():
-        row = index if index < len(kept) else runs[index - len(kept)]
-        target, members = int(targets[row]), [int(groups[row])]
-        if index >= len(kept):
-            members = [group for group in order[low[row] : high[row] + 1].tolist() if problem.group_allowed[group, target]]
-            if members[0] != groups[row]:
-                members.reverse()
-        ranked.append((float(gains[index]), [(member, target) for member in members]))
-    ranked.sort(key=lambda item: (-item[0], item[1]))
-    return ranked[:limit]
+    kept = np.argsort(-worth, kind="stable")[:limit]
+    return [(float(worth[row]), [(int(groups[row]), int(targets[row]))]) for row in kept]

@@ -22,7 +22,6 @@ def plain_moves(problem, line, assignment, limit):
         if problem.group_allowed[group, device] and device != devices[group]:
             saved[group, device] += seconds
     relieve_memory(problem, line, devices, saved)
-    order = graph.depth_first_order.tolist()
     singles = []
     for (group, device), seconds in saved.items():
         here = devices[group]
@@ -30,22 +29,7 @@ def plain_moves(problem, line, assignment, limit):
         added = added + graph.time_s[group, device] - graph.time_s[group, here]
         singles.append((seconds - added, group, device))
     singles.sort(key=lambda item: (-item[0], item[1], item[2]))
-    ranked = []
-    for worth, group, device in singles[: 2 * limit]:
-        ranked.append((worth, [(group, device)]))
-        run = run_around(problem, devices, order, order.index(group), device)
-        if len(run) > 1:
-            moved = devices.copy()
-            for member in run:
-                moved[member] = device
-            total = 0.0
-            for member in run:
-                total += communication(problem, moved, member, device)
-                total -= communication(problem, devices, member, devices[member])
-                total += graph.time_s[member, device] - graph.time_s[member, devices[member]]
-            ranked.append((saved[group, device] - total, [(member, device) for member in run]))
-    ranked.sort(key=lambda item: (-item[0], item[1]))
-    return ranked[:limit]
+    return [(worth, [(group, device)]) for worth, group, device in singles[:limit]]
 
 
 def communication(problem, devices, group, device):
@@ -121,19 +105,6 @@ def relieve_memory(problem, line, devices, saved):
                     saved[group, target] += worth
 
 
-def run_around(problem, devices, order, start, device):
-    """Groups from place `start` outwards to the nearer neighbour in the order that already sits on `device`."""
-    here = devices[order[start]]
-    for step in (1, -1):
-        run, at = [order[start]], start + step
-        while 0 <= at < len(order) and devices[order[at]] == here and len(run) <= 64:
-            run.append(order[at])
-            at += step
-        if 0 <= at < len(order) and devices[order[at]] == device:
-            return [group for group in run if problem.group_allowed[group, device]]
-    return [order[start]]
-
-
 @pytest.mark.parametrize("seed", range(24))
 def test_compiled_analysis_equals_the_plain_one(seed):
     """Bit for bit, on contiguous and scattered plans, with overflow, unlike devices, several hosts and tied seconds."""
@@ -159,14 +130,3 @@ def test_compiled_analysis_equals_the_plain_one(seed):
             assert ranked_moves(problem, line, plan, limit=limit) == expected
             seen += len(expected)
     assert seen > 0
-
-
-def test_long_runs_end_after_sixty_five_groups():
-    problem = random_problem(3, 200, 2, shape="chain", comm_ratio=3.0)
-    order = group_graph(problem).depth_first_order
-    plan = np.zeros(problem.num_groups, dtype=np.int32)
-    plan[order[-3:]] = 1
-    line = simulate(problem, plan)
-    found = ranked_moves(problem, line, plan, limit=400)
-    assert found == plain_moves(problem, line, plan, 400)
-    assert max(len(move) for _, move in found) <= 65

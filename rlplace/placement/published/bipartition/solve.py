@@ -161,12 +161,6 @@ class Chain:
     def num_layers(self) -> int:
         return len(self.names)
 
-    @property
-    def mean_s(self) -> NDArray[np.float64]:
-        """float64 [L], forward plus backward, mean over workers."""
-        total = self.forward_s + self.backward_s
-        return total if total.ndim == 1 else total.mean(axis=1)
-
 
 @dataclass(frozen=True, eq=False)
 class Workers:

@@ -6,7 +6,7 @@ logits and value.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -182,7 +182,7 @@ class PlacerVecEnv(VecEnv):
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
         """Returns an attribute of each environment."""
         values = self.envs.get_attr(attr_name)
-        return [values[e] for e in self._chosen(indices)]
+        return [values[e] for e in self._get_indices(indices)]
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
         """Raises InputError: environments that are stepped together have no attributes of their own."""
@@ -191,14 +191,11 @@ class PlacerVecEnv(VecEnv):
     def env_method(self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any) -> list[Any]:
         """Returns rows of a method of the environments, such as ``action_masks``."""
         rows = self.envs.call(method_name, *method_args, **method_kwargs)
-        return [rows[e] for e in self._chosen(indices)]
+        return [rows[e] for e in self._get_indices(indices)]
 
     def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
         """Returns False for each: they have no wrapper of stable-baselines3."""
-        return [False for _ in self._chosen(indices)]
-
-    def _chosen(self, indices: int | Iterable[int] | None) -> Sequence[int]:
-        return range(self.num_envs) if indices is None else [indices] if isinstance(indices, int) else list(indices)
+        return [False for _ in self._get_indices(indices)]
 
     def _numbers(self, infos: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Returns the info of each environment between ends of episodes: the number of its problem, where it has one."""

@@ -131,6 +131,7 @@ ZOO_FAMILIES = (*(name for name in FAMILIES if name.startswith("zoo:")), SYNTHET
 
 SYNTHETIC_SHARE = 0.4
 GRAPHS = 24
+"""Captured models that are in use at a time."""
 REFRESH = 960
 """Cases that are drawn from one set of captured models."""
 GROUPS = (16, 200)
@@ -150,7 +151,6 @@ def training_case(
     *,
     families: Sequence[str] = ALL_FAMILIES,
     cluster: str | None = None,
-    graphs: int = GRAPHS,
     refresh: int = REFRESH,
 ) -> ProblemCase:
     """Returns case `number` of the stream with this seed; the same in every process.
@@ -160,7 +160,6 @@ def training_case(
         number: Number of the case, from 0.
         families: Families to draw from, out of `ALL_FAMILIES`.
         cluster: Text of the one cluster that captured models are priced for; None draws one a case.
-        graphs: Captured models that are in use at a time.
         refresh: Cases after which other models take their place.
     """
     for name in families:
@@ -172,7 +171,7 @@ def training_case(
     if synthetic:
         family, problem = _synthetic(rng)
     else:
-        slot = (number // refresh) * graphs + int(rng.integers(graphs))
+        slot = (number // refresh) * GRAPHS + int(rng.integers(GRAPHS))
         family, recipe = variant(models, seed, slot)
         problem = _priced(rng, recipe, cluster, BRANCHED_GROUPS.get(family, GROUPS))
     factor = None if rng.random() < LOOSE_SHARE else log_uniform(rng, *TIGHTNESS)

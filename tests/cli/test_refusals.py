@@ -78,7 +78,7 @@ CASES = [
     (f"{TUNE} --cluster cpu:2x1", "the cluster has several hosts"),
     (f"{TUNE} --out none/x.plan.json", "there is no folder"),
     ("finetune --export-runs x.runs.jsonl", "name it with --log"),
-    ("finetune --log one.plan.json --export-runs y.runs.jsonl", "not the header"),
+    ("finetune --log one.plan.json --export-runs y.runs.jsonl", "expected format 'rlplace.runs'"),
     ("report one.plan.json --problem x.problem.json --out none/r.html", "there is no folder"),
     ("report one.plan.json --out r.html", "name the problem file with --problem"),
     (f"{REPORT} --planners hef", "unknown planner 'hef'; did you mean 'heft'?"),

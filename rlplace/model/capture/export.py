@@ -36,6 +36,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from rlplace.model.capture.fake import any_dtype_grouped_mm
+from rlplace.model.capture.outputs import register_dataclasses
 from rlplace.model.capture.whole_ops import quick_recurrent_shapes, whole_scans
 from rlplace.model.torch_adapter import pytree
 
@@ -145,11 +146,22 @@ def export_training_graph(
         warnings.filterwarnings("ignore", message="The tensor attribute")
         # It prints the whole graph so far to stderr when a forward depends on tensor values.
         with quiet_logs(), contextlib.redirect_stderr(io.StringIO()), refuse_recomputation():
-            program = torch.export.export(model, args, dict(kwargs or {}), strict=False)
+            with _dataclasses_known(model):
+                program = torch.export.export(model, args, dict(kwargs or {}), strict=False)
     _refuse_transforms(program.graph)
     module = program.module(check_guards=False)
     names = {node.name: op_name(module_path(node), node.name) for node in module.graph.nodes if is_op(node)}
     return TrainingGraph(program, module, names)
+
+
+@contextlib.contextmanager
+def _dataclasses_known(model: nn.Module) -> Iterator[None]:
+    """Registers the dataclasses that a forward returns, before export takes its output apart."""
+    hook = model.register_forward_hook(lambda module, args, output: register_dataclasses(output))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _refuse_transforms(graph: fx.Graph) -> None:

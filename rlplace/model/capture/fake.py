@@ -60,13 +60,15 @@ def replaced_forward(module: nn.Module) -> bool:
 
 
 def computed_values(model: nn.Module) -> dict[int, Any]:
-    """Returns tensors that modules have computed and keep as plain attributes, without their history, by id: `copy.deepcopy`'s
-    memo.
+    """Returns attributes of modules that `copy.deepcopy` refuses, copied, by id: its memo.
 
-    Weight normalisation by hooks and pruning keep such, and torch refuses to copy what has a history.
+    They are tensors with a history, as weight normalisation by hooks and pruning keep them, whose copies have none; and
+    generators of random numbers, whose copies draw the same numbers.
     """
     found: dict[int, Any] = {}
     for module in model.modules():
+        made = (value for value in vars(module).values() if isinstance(value, torch.Generator))
+        found |= {id(generator): generator.clone_state() for generator in made}
         found |= {id(tensor): tensor.detach() for tensor in _plain_tensors(vars(module)) if not tensor.is_leaf}
     return found
 
@@ -87,7 +89,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None 
     Returns:
         A deep copy whose parameters, buffers and tensor attributes are fake; tied tensors stay tied, and caches are off.
     """
-    memo: dict[int, Any] = {}
+    memo = {key: value for key, value in computed_values(model).items() if isinstance(value, torch.Generator)}
     with mode:
         for tensor in [*model.parameters(), *model.buffers()]:
             if id(tensor) not in memo:

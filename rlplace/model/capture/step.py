@@ -15,6 +15,7 @@ from rlplace.model.capture import layers
 from rlplace.model.capture.export import quiet_logs
 from rlplace.model.capture.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
 from rlplace.model.capture.optimizers import OPTIMIZERS
+from rlplace.model.capture.outputs import WHERE, add_losses, is_losses, no_loss, own_loss
 from rlplace.model.capture.record import LOSS_LABEL, Leaf, Recording, StepRecorder
 from rlplace.model.capture.trace import EagerRecorder, trace_eager, trace_export
 from rlplace.model.graph.opgraph import Parameter
@@ -136,9 +137,6 @@ def _leaves(tensors: list[tuple[torch.Tensor, list[str], bool]], recorder: StepR
     return leaves
 
 
-_WHERE = "which a function that a MODEL names returns as its third part"
-
-
 def loss_of_output(output: Any, loss: Callable[[Any], torch.Tensor] | None, recorder: StepRecorder) -> torch.Tensor:
     """Returns the scalar to differentiate.
 
@@ -150,31 +148,18 @@ def loss_of_output(output: Any, loss: Callable[[Any], torch.Tensor] | None, reco
     Raises:
         InputError: There is none, or it depends on no parameter.
     """
-    if loss is not None:
+    if loss is not None or is_losses(output):
         with recorder.label(LOSS_LABEL, "loss", "") as label:
             label.parts = []
-            value: Any = loss(output)
+            value: Any = (loss or add_losses)(output)
         origin = "loss(output)"
-    elif isinstance(output, torch.Tensor):
-        value, origin = output, "the model's output"
     else:
-        value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        origin = "output.loss"
+        value, origin = own_loss(output), "the model's output" if isinstance(output, torch.Tensor) else "output.loss"
         if value is None:
             raise InputError(no_loss(output))
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise InputError(f"no loss: {origin} is {what}, expected a scalar tensor; give loss=a function of the output, {_WHERE}")
+        raise InputError(f"no loss: {origin} is {what}, expected a scalar tensor; give loss=a function of the output, {WHERE}")
     if not value.requires_grad:
         raise InputError(f"no gradient: {origin} does not depend on any trainable parameter; unfreeze one")
     return value
-
-
-def no_loss(output: Any) -> str:
-    """Explains why an output that is no tensor has no loss, and how to give one."""
-    held = dict(output) if isinstance(output, Mapping) else {}
-    kind = f"a {type(output).__name__}" + (f" of {', '.join(map(str, held))}"[:200] if held else "")
-    scalars = [isinstance(value, torch.Tensor) and value.numel() == 1 for value in held.values()]
-    if scalars and all(scalars):
-        return f"no loss: the model returns {kind}; give loss=lambda output: sum(output.values()), {_WHERE}"
-    return f"no loss: the model returns {kind} without one; give labels, or loss=a function of the output, {_WHERE}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlplace.errors import InputError
 from rlplace.model.capture.inputs import described_inputs, split_inputs
-from rlplace.model.capture.step import no_loss
+from rlplace.model.capture.outputs import add_losses, is_losses, no_loss, own_loss
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.base import activity
@@ -67,15 +67,10 @@ def train_step(
 
 
 def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
-    """Returns the scalar to differentiate: `loss` of the output, else the output's ``loss`` (attribute or key), else the
-    output.
-    """
+    """Returns the scalar to differentiate: `loss` of the output, else the output's own, else the sum of several losses."""
     if loss is not None:
         return loss(output)
-    if isinstance(output, Mapping):
-        value: Any = output.get("loss")
-    else:
-        value = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    value = add_losses(output) if is_losses(output) else own_loss(output)
     if not isinstance(value, Tensor):
         raise InputError(no_loss(output))
     return value

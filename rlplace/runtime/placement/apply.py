@@ -290,7 +290,7 @@ class PlacedForward:
             for name in joint.writes:
                 values[names.index(name)].copy_(results[name])
         flat = [results.get(number, item) for number, item in enumerate(joint.outputs)]
-        return pytree.tree_unflatten(flat, source.out_spec)
+        return pytree.tree_unflatten(flat[: source.out_spec.num_leaves], source.out_spec)  # without an added loss
 
     def guess(self, source: ForwardGraph, outputs: tuple[int, ...] | None = None) -> tuple[int, ...]:
         """Returns the numbers of the outputs that are expected to get a gradient.

@@ -40,6 +40,7 @@ from rlplace.model.capture.fake import (
     replaced_forward,
     tensors_in,
 )
+from rlplace.model.capture.outputs import add_losses, is_losses, own_loss
 from rlplace.model.torch_adapter import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, pytree
 from rlplace.plan.device_map import LOSS_OP
 from rlplace.runtime.base.batches import autocast_state, signature_of
@@ -138,6 +139,10 @@ def forward_graph(
     graph = graph_module.graph
     held = _held(traced.program, first_names(model))
     out_spec = traced.program.call_spec.out_spec
+    returned: Any = graph.output_node().args[0]
+    values = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in returned]
+    if loss is None and torch.is_grad_enabled() and is_losses(pytree.tree_unflatten(values, out_spec)):
+        loss = add_losses
     loss_node = _add_loss(graph, out_spec, loss, target)
     if loss is not None:
         ops[loss_node.name] = LOSS_OP  # type: ignore[union-attr]
@@ -248,11 +253,9 @@ def _add_loss(graph: fx.Graph, out_spec: Any, loss: Loss | None, target: Any) ->
     output = graph.output_node()
     flat: Sequence[Any] = output.args[0]  # type: ignore[assignment]
     if loss is None:
-        result = pytree.tree_unflatten(list(flat), out_spec)
-        candidate = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
-        if candidate is None and isinstance(result, (tuple, list)) and result:
-            candidate = result[0]
-        return next((node for node in (result, candidate) if isinstance(node, fx.Node)), None)
+        values = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in flat]
+        candidate = own_loss(pytree.tree_unflatten(values, out_spec))
+        return next((n for n, v in zip(flat, values, strict=True) if isinstance(n, fx.Node) and v is candidate), None)
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     leaves, target_spec = pytree.tree_flatten(() if target is None else (target,))
     placeholders = []

@@ -181,7 +181,7 @@ class PlacedModel(DistributedModel):
         with Stash(dict(self.named_parameters()), after=self._hooks.run_after) as stash:
             loss = engine.train(flat_inputs(args, kwargs, target), self.random_state)
             self._hooks.run(dict(self.named_parameters()))
-        return partial(_output_of, graph), loss, stash
+        return partial(_output_of, graph, self._loss is None), loss, stash
 
     def _evaluate(self, args: Any, kwargs: Any, target: Any) -> Any:
         graph, engine = self._engine(args, kwargs, target)
@@ -204,10 +204,10 @@ class PlacedModel(DistributedModel):
         return len(self._owners[name])
 
 
-def _output_of(graph: ForwardGraph, loss: torch.Tensor) -> Any:
+def _output_of(graph: ForwardGraph, added: bool, loss: torch.Tensor) -> Any:
     """Returns the model's output in training: the loss in its place, None in all others."""
     if len(graph.outputs) > graph.out_spec.num_leaves:
-        return loss
+        return {"loss": loss} if added else loss
     made = graph.outputs[graph.loss]  # type: ignore[index]
     return pytree.tree_unflatten([loss if item is made else None for item in graph.outputs], graph.out_spec)
 

@@ -22,6 +22,7 @@ from rlplace.errors import InputError, show
 from rlplace.model.capture.caches import caches_off
 from rlplace.model.capture.export import TOGGLES, lies_in, loses
 from rlplace.model.capture.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
+from rlplace.model.capture.outputs import own_loss, register_dataclasses
 from rlplace.model.torch_adapter import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, pytree
 from rlplace.runtime.base.batches import Batch
 from rlplace.runtime.torch_adapter import BatchNorm, DropoutNd, NormBase
@@ -192,6 +193,7 @@ def _observe(model: nn.Module, inputs: Any, found: Mapping[str, nn.Module], mode
     try:
         with any_dtype_grouped_mm(), caches_off(model), torch.enable_grad(), region, mode, reads, watched as checkpoints:
             output = model(**inputs)
+            register_dataclasses(output)
     except Exception as error:
         vars(error)["outside"] = not reads.running
         raise
@@ -204,7 +206,7 @@ def _observe(model: nn.Module, inputs: Any, found: Mapping[str, nn.Module], mode
 
 def _reached(output: Any) -> set[int]:
     """Returns ids of the parameters behind the loss, or behind all results of a forward without one."""
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = own_loss(output)
     waiting = [leaf.grad_fn for leaf in pytree.tree_leaves(output if loss is None else loss) if isinstance(leaf, torch.Tensor)]
     seen, found = set[Any](), set[int]()
     while waiting:

@@ -361,7 +361,7 @@ class AlikeDraws(TorchDispatchMode):
         self.count += 1
         torch.manual_seed(1)
         name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
-        own = {key: value for key, value in kwargs.items() if key != "generator"}
+        own = {key: None if key == "generator" else value for key, value in kwargs.items()}  # the stream that is seeded above
         first: Any = args[0] if args else None
         rest = args[1:]
         values = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((rest, own)))

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rlplace.errors import InputError
+from rlplace.model.capture.outputs import register_dataclasses, with_loss
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.strategy import MEAN, SUM, Strategy
 from rlplace.runtime.base.batches import Batch, Pass, Share, join_leaves, map_rows, passes_of, share_of
@@ -24,6 +25,7 @@ from rlplace.runtime.base.steps import Loss, check_inputs, loss_of, samples_of, 
 from rlplace.runtime.state.whole import ParameterHooks, gather_values, own_part
 from rlplace.runtime.strategy.buffers import Accumulation
 from rlplace.runtime.strategy.buffers import Loss as PartLoss
+from rlplace.runtime.strategy.capture import strange_in
 from rlplace.runtime.strategy.gather import gather_output
 from rlplace.runtime.strategy.mesh import MeshPlace
 from rlplace.runtime.strategy.statistics import statistics_of, take_from_first_replica
@@ -166,11 +168,8 @@ class StrategyModel(DistributedModel):
 
     def _output_like(self, output: Any) -> Callable[[torch.Tensor], Any]:
         """Returns a function from the loss to the model's output; keeps no logits, which take memory in the backward."""
-        if self._loss is not None:
-            return lambda total: total
-        value, (leaves, spec) = loss_of(output, None), pytree.tree_flatten(output)
-        at = [leaf is value for leaf in leaves]
-        return lambda total: pytree.tree_unflatten([total if here else None for here in at], spec) if any(at) else total
+        register_dataclasses(output)
+        return with_loss(output) if self._loss is None else lambda total: total
 
     def _evaluate(self, args: Any, kwargs: Any, target: Any) -> Any:
         batch, passes = self._called(args, kwargs, target)
@@ -178,6 +177,7 @@ class StrategyModel(DistributedModel):
         own, together = self.place.replica, self._pipeline.data_degree // self.place.data_degree
         with torch.no_grad(), step_stream(self.random_state, self.place):
             outputs = self.runner.evaluate(passes)
+            register_dataclasses(outputs)
             each = list(zip(outputs or (), passes, strict=outputs is not None))
             if outputs is not None and self._gathers and self._loss is not None:
                 outputs = [(gather_output(output, one.samples, self.place), n) for (output, n), one in each]
@@ -197,6 +197,12 @@ class StrategyModel(DistributedModel):
         wanted = [own] if alone else [*range(len(replicas))]
         parts = [output for made in (gathered.values() if len(wanted) > 1 else [gathered[own]]) for output in made]
         sizes = [size for replica in wanted for size in replicas[replica].sizes]
+        strange = strange_in(parts[0][0])
+        if strange is not None and len(parts) > 1:  # such as a cache
+            raise InputError(
+                f"the model returns a {type(strange).__name__}, whose parts of a batch cannot be joined; return a tuple, a "
+                "dict or a dataclass"
+            )
         spec = pytree.tree_structure(parts[0][0])
         counted = sum(count for _, count in parts)
         weights = [1.0 if self.batching.reduction == SUM else count / counted for _, count in parts]

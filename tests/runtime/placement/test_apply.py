@@ -10,6 +10,7 @@ from torch import nn
 
 import rlplace
 from rlplace.errors import InputError
+from rlplace.model.capture.caches import turn_off_caches
 from rlplace.plan import PlacementPlan
 from rlplace.plan.device_map import device_of_op
 from rlplace.runtime.placement.apply import apply
@@ -27,6 +28,7 @@ def place(name, devices, *, backward=False, seed=3, double=False):
         model = model.double()
         inputs = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
     reference, names = copy.deepcopy(model), equality.op_names(model, inputs)
+    turn_off_caches(reference)  # placed models run without
     places = np.random.default_rng(seed).integers(0, len(devices), (2, len(names)))
     plan = equality.split_plan(names, *places) if backward else equality.plan_for(names, places[0])
     placed = apply(model, plan, devices, example_inputs=inputs)
@@ -263,6 +265,7 @@ def test_planned_model_runs_as_planned(sim, name, planner):
     torch.manual_seed(0)
     model, inputs, loss_of = small_models.MODELS[name]()
     reference = copy.deepcopy(model)
+    turn_off_caches(reference)
     own = loss_of is small_models._own_loss
     graph = rlplace.capture(model, inputs, loss=None if own else loss_of)
     problem = rlplace.price(graph, rlplace.Cluster.preset("a100-80g:4"), groups=40)

@@ -167,8 +167,8 @@ def test_notes_say_what_norms_normalize_by():
     facts = facts_of(normed(), {"input": images(flat({"replicate": 2}, 0, "replica"))}, torch.mean)
     (note,) = notes_of(CASES["replicas"][0], facts)
     assert "statistics of 4 a replica, as DDP does" in note
-    assert "one micro-batch of every replica" in notes_of(CASES["together, micro-batches"][0], facts)[0]
-    assert notes_of(CASES["together"][0], facts) == ()
+    assert "one micro-batch of every replica" in next(notes_of(CASES["together, micro-batches"][0], facts))
+    assert not [*notes_of(CASES["together"][0], facts)]
 
 
 def test_unlike_data_degrees_are_refused():

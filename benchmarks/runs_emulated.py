@@ -98,7 +98,7 @@ def question_of(model: str, wrong: Wrong) -> SearchProblem:
 
 
 class Cell:
-    """Runs plans on the hosts of a cell; what was measured is kept."""
+    """The hosts of a cell, on which plans run; what was measured is kept."""
 
     def __init__(self, model: str, wrong: Wrong, question: SearchProblem) -> None:
         self.model, self.wrong, self.question = model, wrong, question

@@ -75,7 +75,10 @@ def test_runs_of_others_count(words, tmp_path, capsys):
     ratio = (mine.expected_s / mine.predicted_s) / (plain.expected_s / plain.predicted_s)
     assert ratio > 1.2 and mine.expected_s < mine.median_s  # half way: another cluster may be another
     (tmp_path / "bad.runs.jsonl").write_text("{}\n")
-    for file, cluster, said in (("bad", "a100-40g:2", "header"), ("shared", "l4:2", "nothing of l4: they hold a100-40g")):
+    for file, cluster, said in (
+        ("bad", "a100-40g:2", "expected format"),
+        ("shared", "l4:2", "nothing of l4: they hold a100-40g"),
+    ):
         changed = [cluster if word == "a100-40g:2" else word for word in words]
         code, _, err = command(capsys, *changed, "--from", f"{file}.runs.jsonl")
         assert code == 2 and said in err

@@ -5,7 +5,7 @@ Axes: B blocks, S stages, P places (meshes), L lanes that differ, T tables of co
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from rlplace.strategy.costs import Floats
 
 Ints = NDArray[np.int64]
+T = TypeVar("T", float, Floats)
 
 # Rows, float64 [rows, B, ROW]: every block in one pass of the slowest replica of a lane. The last eight have a column for each
 # entry of `costs.RECOMPUTE`.
@@ -86,6 +87,50 @@ class LanePlace(NamedTuple):
     tables: Floats  # float64 [T, G]
     stages: int
     microbatches: int
+
+
+class PlacedBlock(NamedTuple, Generic[T]):
+    """A block on one device of a place for one pass of the slowest replica, or float64 [B] of all blocks."""
+
+    backward_s: T  # with recomputation
+    again_s: T
+    kept_bytes: T
+    halved_bytes: T
+    working_forward_bytes: T
+    working_backward_bytes: T
+    working_end_bytes: T
+    working_growing_bytes: T
+    keeping: T  # see `rlplace.strategy.executor.rules`
+    forward_s: T
+    forward_tensor_s: T
+    backward_tensor_s: T
+    weight_s: T
+    weight_tensor_s: T  # collectives that run again
+    update_s: T
+    gather_s: T
+    reduce_s: T
+    copies_s: T
+    bucket_bytes: T
+    weight_bytes: T
+    gradient_bytes: T
+    buffer_bytes: T  # flat copy of the gradient while it is exchanged
+    held_weight_bytes: T  # from its first gather to the end of the step; likewise the next two
+    held_gradient_bytes: T
+    held_optimizer_bytes: T
+    host_bytes: T
+    remade_bytes: T  # peak of recomputation in the second half of a split backward
+    sent_bytes: T
+    returned_bytes: T
+
+    @property
+    def static_bytes(self) -> T:
+        """Bytes from its first gather to the end of the step."""
+        return self.held_weight_bytes + self.held_gradient_bytes + self.held_optimizer_bytes
+
+    @property
+    def exchange_s(self) -> T:
+        """Seconds to gather its weights where they are shared, and to sum its gradients, once each."""
+        return self.gather_s + self.reduce_s + self.copies_s
 
 
 class StepResult(NamedTuple):

@@ -147,11 +147,12 @@ class DraftEvaluator:
 
     Attributes:
         traffic: Times of communication on the cluster.
+        packer: Drafts in arrays, and blocks on places.
     """
 
     def __init__(self, costs: BlockCosts, cluster: Cluster) -> None:
         self.costs, self.cluster, self.traffic = costs, cluster, ClusterTraffic(cluster)
-        self._packer = Packer(costs, cluster, self.traffic)
+        self.packer = Packer(costs, cluster, self.traffic)
 
     def score(self, draft: Draft) -> tuple[float, float]:
         """Returns step time in seconds, and bytes over capacity; `evaluate` returns more.
@@ -200,7 +201,7 @@ class DraftEvaluator:
     def _run(self, draft: Draft) -> tuple[Frame, c.StepResult]:
         from rlplace.strategy.executor.kernel import evaluate_packed
 
-        packer = self._packer
+        packer = self.packer
         frame = packer.frame(draft)
         records = frame.arrays, packer.choices(draft), packer.ties(frame, draft), frame.result
         if not evaluate_packed(packer.costed.rows, self.traffic.tables, *map(tuple, records)):

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,7 @@ from rlplace.cluster import Cluster
 from rlplace.strategy.costs import BlockCosts, Floats, kind_numbers
 from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor import arrays as c
-from rlplace.strategy.executor.arrays import BlockChoices, FrameArrays, Ints, LanePlace, PackedTies, StepResult
+from rlplace.strategy.executor.arrays import BlockChoices, FrameArrays, Ints, LanePlace, PackedTies, PlacedBlock, StepResult
 from rlplace.strategy.executor.meshes import (
     Lane,
     borders,
@@ -159,6 +158,7 @@ class Packer:
         self._actions: dict[object, tuple[NDArray[np.int32], Ints]] = {}
         self._action_bytes = 0
         self._ways: dict[object, tuple[Floats, Ints, Ints]] = {}
+        self._placed: dict[object, Floats] = {}
 
     def frame(self, draft: Draft) -> Frame:
         """Returns the frame of a draft.
@@ -193,9 +193,41 @@ class Packer:
 
     def lane_place(self, draft: Draft, lane: Lane, place: int) -> LanePlace:
         """Returns a place of a draft in one lane."""
-        mesh, costed = draft.places[place], self.costed
-        row = costed.rows[costed.number(mesh, costed.passes(lane.replicas[place]))]
-        return LanePlace(row, np.array(costed.place(mesh)), self.traffic.tables, draft.stages, lane.microbatches)
+        passes = self.costed.passes(lane.replicas[place])
+        return self._place(draft.places[place], passes, draft.stages, lane.microbatches)
+
+    def _place(self, mesh: Mesh, passes: Passes, stages: int, microbatches: int) -> LanePlace:
+        costed = self.costed
+        row = costed.rows[costed.number(mesh, passes)]
+        return LanePlace(row, np.array(costed.place(mesh)), self.traffic.tables, stages, microbatches)
+
+    def all_blocks(
+        self, mesh: Mesh, samples: int, stages: int, microbatches: int, choices: Sequence[tuple[int, int]]
+    ) -> PlacedBlock[Floats]:
+        """Returns every block as it would be on a place, with each choice of recomputation and offload, float64 [C, B] each.
+
+        Args:
+            mesh: The place.
+            samples: Of a pass of a replica.
+            stages: Of the pipeline; those beyond two make no difference, and so it is with micro-batches.
+            microbatches: Passes a step.
+            choices: Indices into `rlplace.strategy.costs.RECOMPUTE` and `rlplace.strategy.drafts.OFFLOAD`.
+
+        Raises:
+            InputError: A pass cannot be cut like that.
+        """
+        from rlplace.strategy.executor.kernel import place_blocks
+
+        passes, count = self.costed.passes([(samples, mesh.devices)]), len(self.costs.names)
+        number, looks = self.costed.number(mesh, passes), (min(stages, 2), min(microbatches, 2))
+        found = []
+        for choice in choices:
+            key = number, *self.costed.place(mesh), *looks, choice
+            if key not in self._placed:
+                chosen = BlockChoices(np.zeros(0, dtype=np.int64), *(np.full(count, one, dtype=np.uint8) for one in choice))
+                self._placed[key] = place_blocks(self._place(mesh, passes, *looks), chosen, NO_TIES)
+            found.append(self._placed[key])
+        return PlacedBlock(*np.moveaxis(np.array(found), -1, 0))
 
     def _make(self, draft: Draft) -> Frame:
         costed, places = self.costed, draft.places
@@ -268,64 +300,16 @@ def _starts(parts: Sequence[Sized]) -> Ints:
     return np.array([0, *accumulate(map(len, parts))], dtype=np.int64)
 
 
-class PlacedBlock(NamedTuple):
-    """A block on one device of a place."""
-
-    keeping: float  # see `rlplace.strategy.executor.rules`
-    gather_s: float
-    reduce_s: float
-    copies_s: float
-    update_s: float
-    bucket_bytes: float
-    weight_bytes: float
-    gradient_bytes: float
-    buffer_bytes: float  # flat copy of the gradient while it is exchanged
-    static_bytes: float  # held from its first gather to the end of the step
-    sent_bytes: float
-    returned_bytes: float
-
-
-_HELD = np.array(
-    [(c.WEIGHTS, c.EXPERT_WEIGHTS), (c.GRADIENTS, c.EXPERT_GRADIENTS), (c.OPTIMIZER, c.EXPERT_OPTIMIZER)]
-)  # fmt: skip
-"""Columns of weights, gradients and optimizer state, with those of experts."""
-
-
-def placed_blocks(draft: Draft, lane: Lane, packer: Packer) -> list[list[PlacedBlock]]:
+def placed_blocks(draft: Draft, lane: Lane, packer: Packer) -> list[list[PlacedBlock[float]]]:
     """Returns for each place of a lane all blocks of the model on it, for one pass of the slowest replica."""
-    from rlplace.strategy.executor import passkernels as k
     from rlplace.strategy.executor.kernel import place_blocks
 
-    columns = [
-        k.HOW, k.GATHER, k.REDUCE, k.COPIES, k.UPDATE, k.BUCKETS, k.WEIGHTS, k.GRADIENTS, k.BUFFER, k.STATIC,
-    ]  # fmt: skip
-    ties, found = packer.ties(packer.frame(draft), draft), []
-    for number in range(len(draft.places)):
-        at = packer.lane_place(draft, lane, number)
-        placed = place_blocks(at, packer.choices(draft), ties)[:, columns]
-        rows = np.concatenate([placed, at.row[:, [c.SENT, c.RETURNED]]], axis=1).tolist()
-        found.append([PlacedBlock(*block) for block in rows])
-    return found
+    ties, chosen = packer.ties(packer.frame(draft), draft), packer.choices(draft)
+    at = [packer.lane_place(draft, lane, place) for place in range(len(draft.places))]
+    return [[PlacedBlock(*row) for row in place_blocks(one, chosen, ties).tolist()] for one in at]
 
 
-def held_bytes(draft: Draft, lane: Lane, packer: Packer) -> Floats:
-    """Returns float64 [P, 3], weights, gradients and optimizer state that a device of each place holds all step long."""
-    from rlplace.strategy.executor import passkernels as k
-    from rlplace.strategy.executor.kernel import place_blocks
-
-    ties = packer.ties(packer.frame(draft), draft)
-    found = np.zeros((len(draft.places), len(_HELD)))
-    for number in range(len(draft.places)):
-        at = packer.lane_place(draft, lane, number)
-        for part in range(len(_HELD)):
-            alone = at.row.copy()  # held bytes are a sum over the three: zero two of them for the third
-            alone[:, np.delete(_HELD, part, axis=0).ravel()] = 0.0
-            placed = place_blocks(at._replace(row=alone), packer.choices(draft), ties)
-            found[number, part] = placed[draft.blocks_of(number), k.STATIC].sum()
-    return found
-
-
-def received_bytes(draft: Draft, lane: Lane, rows: Sequence[PlacedBlock], place: int) -> float:
+def received_bytes(draft: Draft, lane: Lane, rows: Sequence[PlacedBlock[float]], place: int) -> float:
     """Returns torch's receive buffers on a device of a place, one for every micro-batch; `rows` are its blocks."""
     received = 0.0
     for stage, inside in enumerate(draft.ranges):

@@ -20,13 +20,14 @@ slowed_s = inner(rules.slowed_s)
 wider = inner(rules.wider)
 hidden_buckets = inner(rules.hidden_buckets)
 
-# A block on its place in one lane, float64 [B, BLOCK]; the first eight are columns of `arrays.BACKWARD` and following.
+# A block on its place in one lane, float64 [B, BLOCK]: the fields of `arrays.PlacedBlock`; the first eight are columns of
+# `arrays.BACKWARD` and following.
 (
     BACKWARD, AGAIN, KEPT, HALVED, WORKING_FORWARD, WORKING_BACKWARD, WORKING_END, WORKING_GROWING,
-    HOW, FORWARD, FORWARD_TENSOR, BACKWARD_TENSOR, WEIGHT, WEIGHT_TENSOR, UPDATE, GATHER, REDUCE, COPIES,
-    BUCKETS, WEIGHTS, GRADIENTS, BUFFER, STATIC, HOST, REMADE,
-) = range(25)  # fmt: skip
-BLOCK, CHOSEN = 25, 8
+    HOW, FORWARD, FORWARD_TENSOR, BACKWARD_TENSOR, WEIGHT, WEIGHT_TENSOR, UPDATE, GATHER, REDUCE, COPIES, BUCKETS,
+    WEIGHTS, GRADIENTS, BUFFER, HELD_WEIGHTS, HELD_GRADIENTS, HELD_OPTIMIZER, HOST, REMADE, SENT, RETURNED,
+) = range(29)  # fmt: skip
+BLOCK, CHOSEN = 29, 8
 
 # Seconds and bytes of a stage's micro-batches, float64 [S, STAGE]; the last seven are ops and collectives of its actions.
 (
@@ -60,7 +61,9 @@ def place_block(x, b, at, chosen, again):
     remade = max(0.0, row[c.WORKING_BACKWARD + recompute] - row[c.WORKING_BACKWARD])
     x[b, REMADE] = remade + (row[c.WORKING_FORWARD] if full else 0.0)
     x[b, WEIGHTS], x[b, GRADIENTS] = weights, gradients
-    gather, reduce, copied, buckets, buffer = 0.0, 0.0, 0.0, 0.0, 0.0
+    x[b, SENT], x[b, RETURNED] = row[c.SENT], row[c.RETURNED]
+    gather, reduce, buckets, buffer = 0.0, 0.0, 0.0, 0.0
+    copied = table_s(tables[int(place[c.REDUCE_TABLE])], shared_gradients * place[c.ITEM])
     if how == WHOLE:
         buckets = exchanged if copies > 1.0 else 0.0
     else:
@@ -70,7 +73,6 @@ def place_block(x, b, at, chosen, again):
         if own_weights > 0.0:
             gather += table_s(tables[int(place[c.EXPERT_GATHER_TABLE])], own_weights)
             reduce += table_s(tables[int(place[c.EXPERT_SCATTER_TABLE])], own_gradients * place[c.ITEM])
-        copied = table_s(tables[int(place[c.REDUCE_TABLE])], shared_gradients * place[c.ITEM])
     host = place[c.HOST_RATE]
     if offload == FULL_OFFLOAD:
         gather += shared_weights / host
@@ -82,15 +84,13 @@ def place_block(x, b, at, chosen, again):
             x[b, UPDATE] += (shared_gradients + shared_weights) / host
     else:
         x[b, UPDATE] = row[c.UPDATE] * (shared_weights / row[c.WEIGHTS] if row[c.WEIGHTS] > 0.0 else 1.0 / share)
-    static = 0.0 if offload else shared_optimizer
-    static += 0.0 if offload == FULL_OFFLOAD else shared_weights
-    if how == ONCE or how == EACH_BACKWARD:
-        static += weights
+    gathered = weights if how == ONCE or how == EACH_BACKWARD else 0.0
+    x[b, HELD_WEIGHTS] = gathered + (0.0 if offload == FULL_OFFLOAD else shared_weights)
     if how == WHOLE or (how == ONCE and (at.microbatches > 1 or at.stages > 1)):
-        static += gradients
-    elif offload != FULL_OFFLOAD:
-        static += shared_gradients
-    x[b, STATIC] = static
+        x[b, HELD_GRADIENTS] = gradients
+    else:
+        x[b, HELD_GRADIENTS] = 0.0 if offload == FULL_OFFLOAD else shared_gradients
+    x[b, HELD_OPTIMIZER] = 0.0 if offload else shared_optimizer
     x[b, HOST] = 0.0
     if offload == FULL_OFFLOAD:
         x[b, HOST] = shared_weights + shared_gradients + shared_optimizer
@@ -203,7 +203,7 @@ def prepare_stage(x, y, s, begin, end, at):
         half = max(half + own, running, own + (row[b - 1, c.RETURNED] if b == begin and s > 0 else 0.0))
         halved += x[b, HALVED] - x[b, KEPT]
         weight = max(weight - own, x[b, REMADE])
-        static += x[b, STATIC]
+        static += x[b, HELD_WEIGHTS] + x[b, HELD_GRADIENTS] + x[b, HELD_OPTIMIZER]
         y[s, FORWARD_C] += x[b, FORWARD]
         y[s, FORWARD_T] += x[b, FORWARD_TENSOR]
         y[s, BACKWARD_C] += x[b, BACKWARD]

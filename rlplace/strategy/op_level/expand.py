@@ -27,8 +27,9 @@ from rlplace.strategy.blocks.op_costs import OpCosts, slowest
 from rlplace.strategy.costs import kind_numbers
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor import arrays as c
+from rlplace.strategy.executor.arrays import PlacedBlock
 from rlplace.strategy.executor.meshes import Lane, borders, lanes, stage_actions
-from rlplace.strategy.executor.packing import Packer, PlacedBlock, placed_blocks, received_bytes
+from rlplace.strategy.executor.packing import Packer, placed_blocks, received_bytes
 from rlplace.strategy.executor.rules import WHOLE
 from rlplace.strategy.executor.traffic import ClusterTraffic, table_s, tie_exchanges
 from rlplace.strategy.op_level.expand_pass import PassBuild
@@ -160,7 +161,15 @@ class LaneBuild:
                 build.waiting[device] += [before, self.copy(place, block, row, "", [before])]
 
     def reduce(
-        self, place: int, block: int, row: PlacedBlock, when: str, after: list[int], times: float = 1.0, *, hold: bool = False
+        self,
+        place: int,
+        block: int,
+        row: PlacedBlock[float],
+        when: str,
+        after: list[int],
+        times: float = 1.0,
+        *,
+        hold: bool = False,
     ) -> int:
         """Adds the reduction of a block's gradient; returns the op."""
         key, name = ("reduce", place, block, when), f"reduce{when}.{block}@{self.device(place)}"
@@ -168,7 +177,7 @@ class LaneBuild:
         one = Exchange(key, name, row.reduce_s * times, [("shard", place)], "B", held)
         return self.build.exchange(self.device(place), one, after)
 
-    def copy(self, place: int, block: int, row: PlacedBlock, when: str, after: list[int], times: float = 1.0) -> int:
+    def copy(self, place: int, block: int, row: PlacedBlock[float], when: str, after: list[int], times: float = 1.0) -> int:
         """Adds the sum of a block's gradient over copies; returns the op, or the first before it where there are none."""
         if row.copies_s == 0.0:
             return after[0]

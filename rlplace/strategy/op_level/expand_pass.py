@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.strategy.executor.arrays import PlacedBlock
 from rlplace.strategy.executor.meshes import copy_groups
-from rlplace.strategy.executor.packing import PlacedBlock
 from rlplace.strategy.executor.rules import BUCKET, EACH_BACKWARD, EACH_PASS, FIRST_BUCKET, ONCE, SLOWDOWN, at_once_s, wider
 from rlplace.strategy.executor.traffic import table_s
 from rlplace.strategy.op_level.step_build import GATHER, DeviceRun, Exchange
@@ -57,13 +57,13 @@ class PassBuild:
         self._send_buckets(base, buckets)
         return base
 
-    def _gathers(self, row: PlacedBlock) -> bool:
+    def _gathers(self, row: PlacedBlock[float]) -> bool:
         """Returns whether a block's parameters are gathered for this pass."""
         if self.kind == "F":
             return row.keeping == EACH_PASS or (self.microbatch == 0 and row.keeping in (ONCE, EACH_BACKWARD))
         return self.single and row.keeping == EACH_PASS
 
-    def _reduces(self, row: PlacedBlock) -> bool:
+    def _reduces(self, row: PlacedBlock[float]) -> bool:
         """Returns whether a block's gradient is reduced beside this pass."""
         each = row.keeping in (EACH_BACKWARD, EACH_PASS) or (self.last and row.keeping == ONCE)
         return self.single and self.kind != "F" and each

@@ -20,10 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.plan.schedule import SCHEDULES
-from rlplace.strategy.costs import FORWARD_PASS, FULL, RECOMPUTE, BlockPassCosts, Floats, kind_numbers
-from rlplace.strategy.drafts import OFFLOAD, Draft, Mesh
-from rlplace.strategy.executor.meshes import copy_degree, copy_groups, expert_share_degree, share_degree, share_groups
-from rlplace.strategy.executor.rules import EACH_BACKWARD, EACH_PASS, FULL_OFFLOAD, ONCE, WHOLE, keeping
+from rlplace.strategy.costs import RECOMPUTE, Floats
+from rlplace.strategy.drafts import OFFLOAD, Draft
 from rlplace.strategy.search.tries import SearchProblem, Tried, Tries
 
 Choice = tuple[int, int]
@@ -258,61 +256,18 @@ def in_flight_of(draft: Draft) -> list[int]:
     return in_flight(draft.schedule, draft.stages, len(draft.places), max(draft.microbatches))
 
 
-def exchange_s(problem: SearchProblem, place: Mesh) -> Floats:
-    """Returns float64 [B], seconds to sum the gradients of a block, and to gather its weights where they are shared."""
-    traffic, whole = problem.scores.traffic, problem.costs.held(place.tensor, place.expert)
-    weights, gradients = np.maximum(whole.weight_bytes, 1.0), np.maximum(whole.gradient_bytes * whole.gradient_item, 1.0)
-    if place.sharding:
-        tables = traffic.collectives(("all_gather", "reduce_scatter"), share_groups(place))
-        moved = np.stack([weights, gradients])[None]
-    else:
-        tables, moved = traffic.collectives(("all_reduce",), copy_groups(place)), gradients[None, None]
-    return traffic.moved_s(tables, moved, np.ones(moved.shape))[0]
-
-
-def inside_s(problem: SearchProblem, place: Mesh, passes: BlockPassCosts) -> Floats:
-    """Returns float64 [2, B], seconds of collectives inside blocks, in a forward and in a backward."""
-    traffic = problem.scores.traffic
-    return traffic.moved_s(traffic.tables_inside(place), passes.collective_bytes, passes.collective_calls)
-
-
 def estimates(problem: SearchProblem, draft: Draft, place: int, choices: Sequence[Choice]) -> tuple[Floats, Floats]:
     """Estimates seconds a step, and bytes, of every choice for every block of the model on a place.
 
     Returns:
-        float64 [C, B] seconds, and float64 [2, C, B] bytes held all step long, and for each micro-batch in flight.
+        float64 [C, B] seconds beside those that all choices take, and float64 [2, C, B] bytes held all step long, and for each
+        micro-batch in flight.
     """
-    here, costs, traffic = draft.places[place], problem.costs, problem.scores.traffic
-    kind_of = kind_numbers(costs, problem.cluster)
-    kinds = sorted({kind_of[device] for device in here.devices})
-    count = max(draft.microbatches)
-    cut = here.cut(max(draft.microbatch) * (draft.data_degree // here.data_degree))
-    passes = [costs.passes(kind, cut) for kind in kinds]
-    again, kept = (np.max([getattr(one, name) for one in passes], axis=0) for name in ("again_s", "kept_bytes"))
-    forward_s = inside_s(problem, here, passes[0])[FORWARD_PASS]
-    copies, held_costs = copy_degree(here), costs.held(here.tensor, here.expert)
-    whole = np.array([held_costs.weight_bytes, held_costs.gradient_bytes, held_costs.optimizer_bytes], dtype=np.float64)
-    expert = held_costs.expert_bytes.astype(np.float64)
-    weights, gradients, optimizer = (whole - expert) / share_degree(here) + expert / expert_share_degree(here)
-    host_rate = min(map(traffic.host_bytes_per_s, here.devices))
-    host_update_s = (2.0 * optimizer + gradients + weights) / min(map(traffic.host_memory_bytes_per_s, here.devices))
-    update_s = np.max([costs.update_s(kind, here.tensor, here.expert) for kind in kinds], axis=0) / share_degree(here)
-    runs = count * (2 if draft.stages > 1 and SCHEDULES[str(draft.schedule)].splits_backward else 1)
-    seconds, held = [], []
-    for recompute, offload in choices:
-        kept_as = keeping(here.sharding, offload, draft.stages, copies)
-        spent = (again[recompute] + (forward_s if recompute == FULL else 0.0)) * runs + (host_update_s if offload else update_s)
-        if offload == FULL_OFFLOAD:
-            gathers, reduces = {EACH_PASS: (2 * count, count), EACH_BACKWARD: (1, count)}.get(kept_as, (1, 1))
-            spent = spent + (gathers * weights + reduces * gradients) / host_rate
-        elif offload:
-            spent = spent + (gradients + weights) / host_rate
-        static = optimizer * (not offload) + weights * (offload != FULL_OFFLOAD)  # as the executor counts it
-        static = static + whole[0] * (kept_as in (ONCE, EACH_BACKWARD))
-        if kept_as == WHOLE or (kept_as == ONCE and (count > 1 or draft.stages > 1)):
-            static = static + whole[1]
-        elif offload != FULL_OFFLOAD:
-            static = static + gradients
-        seconds.append(spent)
-        held.append((static, kept[recompute].astype(np.float64)))
-    return np.array(seconds), np.array(held).swapaxes(0, 1)
+    here, count = draft.places[place], max(draft.microbatches)
+    samples = max(draft.microbatch) * (draft.data_degree // here.data_degree)
+    x = problem.scores.packer.all_blocks(here, samples, draft.stages, count, choices)
+    passes = count * (2 if draft.stages > 1 and SCHEDULES[str(draft.schedule)].splits_backward else 1)
+    gathers, reduces = (np.array(times)[x.keeping.astype(np.int64)] for times in ((0, 1, 1, 2 * count), (1, 1, count, count)))
+    exchanged_s = gathers * x.gather_s + reduces * (x.reduce_s + x.copies_s)
+    seconds = passes * (x.again_s + x.weight_tensor_s) + x.update_s + exchanged_s
+    return seconds, np.stack([x.static_bytes, x.kept_bytes])

@@ -18,7 +18,7 @@ from rlplace.strategy.blocks.op_costs import OpCosts
 from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor.evaluate import DraftEvaluator, StepEvaluation
-from rlplace.strategy.executor.packing import held_bytes, placed_blocks, received_bytes
+from rlplace.strategy.executor.packing import placed_blocks, received_bytes
 from rlplace.strategy.executor.traffic import ClusterTraffic
 from rlplace.strategy.op_level.expand import ExpandedDraft, Expansion, tasks_of
 from rlplace.strategy.op_level.step_build import GATHER
@@ -87,17 +87,19 @@ def memory_parts(
         expansion, fine = Expansion(one, costs, cluster, traffic, False), tasks_of(one, costs) <= MOST_TASKS
         moments = _at_peak(expansion.expanded()) if fine else None
         for number, alike in enumerate(expansion.lanes):
-            held, blocks = held_bytes(one, alike[0], expansion.packer), placed_blocks(one, alike[0], expansion.packer)
-            for place, static in enumerate(held.tolist()):
-                parts = dict.fromkeys(PARTS, 0) | dict(zip(PARTS, map(int, static), strict=False))
-                parts["buffers"] = int(received_bytes(one, alike[0], blocks[place], place))
+            for place, blocks in enumerate(placed_blocks(one, alike[0], expansion.packer)):
+                parts, own = dict.fromkeys(PARTS, 0), [blocks[block] for block in one.blocks_of(place)]
+                parts["weights"] = int(sum(block.held_weight_bytes for block in own))
+                parts["gradients"] = int(sum(block.held_gradient_bytes for block in own))
+                parts["optimizer"] = int(sum(block.held_optimizer_bytes for block in own))
+                parts["buffers"] = int(received_bytes(one, alike[0], blocks, place))
                 for name, size in (moments[number * len(one.places) + place] if moments else {}).items():
                     parts[name] += size
                 for device in (d for lane in alike for _, devices in lane.replicas[place] for d in devices):
-                    own = {**parts, "reserved": cluster.devices[device].reserved_bytes}
-                    left = finest.peak_memory_bytes[device] - sum(own.values())  # op by op only rounding
-                    own["weights" if fine else "activations"] += left
-                    key = (cluster.devices[device].kind, cluster.devices[device].memory_bytes, fine, *own.items())
+                    held = {**parts, "reserved": cluster.devices[device].reserved_bytes}
+                    left = finest.peak_memory_bytes[device] - sum(held.values())  # op by op only rounding
+                    held["weights" if fine else "activations"] += left
+                    key = (cluster.devices[device].kind, cluster.devices[device].memory_bytes, fine, *held.items())
                     found.setdefault(key, []).append(device)
     rows = sorted((sorted(devices), key) for key, devices in found.items())
     return tuple(

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE
 from rlplace.strategy.costs import FULL, Floats, kind_numbers
 from rlplace.strategy.drafts import Draft, Mesh, plain_draft
-from rlplace.strategy.search.fit import estimates, exchange_s, fitted, inside_s
+from rlplace.strategy.search.fit import fitted
 from rlplace.strategy.search.shapes import divisors, equal_shares
 from rlplace.strategy.search.tries import SearchProblem, Tried, Tries
 
@@ -226,22 +226,16 @@ class StageTable:
 
         Then bytes at borders [B + 1], and working bytes [1].
         """
-        costs = self._problem.costs
-        cut, blocks = place.cut(spread.size * (spread.degree // place.data_degree)), len(costs.names)
-        if costs.why_not(cut) is not None:
+        samples = spread.size * (spread.degree // place.data_degree)
+        if self._problem.costs.why_not(place.cut(samples)) is not None:
             return None
-        places, size, count = (place, Mesh((), replicate=spread.degree)), spread.size, spread.count
-        every = plain_draft((0, 1, blocks), places, microbatch=(size,), microbatches=(count,), schedule=ONE_F_ONE_B)
-        seconds, held = estimates(self._problem, every, 0, ((0, 0), (FULL, 0)))
-        one = [costs.passes(kind, cut) for kind in {self._kind[device] for device in place.devices}]
-        spent = np.max([each.forward_s + each.backward_s for each in one], axis=0)
-        spent = spent + inside_s(self._problem, place, one[0]).sum(axis=0)
-        exchanged = seconds[0] + exchange_s(self._problem, place)
-        sent = np.max([each.sent_bytes for each in one], axis=0).astype(np.float64)
-        working = np.max([each.working_bytes[1, 0] for each in one]).astype(np.float64)
-        again = (seconds[1] - seconds[0]) / count
-        rows = (spent + exchanged / count, again, held[0, 0], held[1, 0], held[1, 0] - held[1, 1])
-        return (*(np.concatenate([[0.0], np.cumsum(row)]) for row in rows), np.concatenate([[0.0], sent]), np.full(1, working))
+        x = self._problem.scores.packer.all_blocks(place, samples, 2, spread.count, ((0, 0), (FULL, 0)))
+        spent = (x.forward_s + x.forward_tensor_s + x.backward_s + x.backward_tensor_s)[0]
+        exchanged = (x.update_s + x.exchange_s)[0]
+        kept, again = x.kept_bytes, (x.again_s + x.weight_tensor_s)[1]
+        rows = np.stack([spent + exchanged / spread.count, again, x.static_bytes[0], kept[0], kept[0] - kept[1]])
+        borders = np.concatenate([[0.0], x.sent_bytes[0]])
+        return (*np.cumsum(np.pad(rows, ((0, 0), (1, 0))), axis=1), borders, x.working_backward_bytes[0].max(keepdims=True))
 
 
 def _members(units: list[tuple[int, ...]], used: int, width: int) -> tuple[int, ...]:

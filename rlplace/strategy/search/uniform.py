@@ -17,10 +17,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from rlplace.strategy.costs import BACKWARD_PASS, RECOMPUTE, Floats
+from rlplace.strategy.costs import RECOMPUTE, Floats
 from rlplace.strategy.drafts import KINDS, Draft, Mesh, plain_draft
 from rlplace.strategy.search.cuts import Balance
-from rlplace.strategy.search.fit import estimates, exchange_s, fitted, in_flight, inside_s
+from rlplace.strategy.search.fit import fitted, in_flight
 from rlplace.strategy.search.shapes import Shape, device_sets, equal_shares, shapes, unlike_shares
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import SearchProblem, Tried, Tries
@@ -127,24 +127,28 @@ class UniformOptions:
         Bytes held all step, kept of a micro-batch, of these saved by recomputation; seconds of a micro-batch for that, and for
         collectives inside blocks; seconds to exchange weights and gradients once.
         """
-        problem, size, count = self._problem, max(spread.sizes), max(spread.counts)
-        kinds = self._balance.kinds(shape.devices, shape.places)[0]
-        key = shape.axes, kinds, size, shape.places > 1, count > 1, shape.splits
+        size, count = max(spread.sizes), max(spread.counts)
+        key = shape.axes, self._balance.kinds(shape.devices, shape.places)[0], size, shape.places > 1, count > 1, shape.splits
         if key not in self._sums:
-            draft = _draft(shape, spread.sizes, spread.counts, self._balance)
-            allowed = [(number, 0) for number, word in enumerate(RECOMPUTE) if problem.space.allows("recompute", word)]
-            seconds, held = estimates(problem, draft, 0, allowed or [(0, 0)])
-            passes, place = problem.costs.passes(min(kinds), shape.axes.cut(size)), draft.places[0]
-            kept = held[1]
+            mesh = dataclasses.replace(shape.axes, devices=shape.devices[: len(shape.devices) // shape.places])
+            words = [number for number, word in enumerate(RECOMPUTE) if self._problem.space.allows("recompute", word)] or [0]
+            x = self._problem.scores.packer.all_blocks(mesh, size, shape.places, count, [(number, 0) for number in words])
+            kept = x.kept_bytes
             if shape.splits:  # a micro-batch is held until its gradients of weights are there
-                kept = np.maximum(kept, passes.halved_bytes.min(axis=0))
-            least = kept.argmin(axis=0)[None]
-            spare = kept[0] - np.take_along_axis(kept, least, axis=0)[0]
-            again_s = (np.take_along_axis(seconds, least, axis=0)[0] - seconds[0]) / count
-            inside = inside_s(problem, place, passes).sum(axis=0)
-            rows = [held[0, 0], kept[0], spare, again_s, inside, exchange_s(problem, place)]
+                kept = np.maximum(kept, x.halved_bytes.min(axis=0))
+            least = kept.argmin(axis=0), np.arange(kept.shape[1])
+            again_s = (x.again_s + x.weight_tensor_s) * (1 + shape.splits)
+            inside_s = x.forward_tensor_s + x.backward_tensor_s - x.weight_tensor_s
+            rows = [
+                x.static_bytes[0],
+                kept[0],
+                kept[0] - kept[least],
+                again_s[least] - again_s[0],
+                inside_s[0],
+                x.exchange_s[0],
+            ]
             running = np.cumsum(np.pad(rows, ((0, 0), (1, 0))), axis=1)
-            self._sums[key] = running, float(passes.working_bytes[BACKWARD_PASS].min(axis=0).max())
+            self._sums[key] = running, float(x.working_backward_bytes.min(axis=0).max())
         return self._sums[key]
 
     def _room(self, shape: Shape) -> tuple[Floats, Floats]:

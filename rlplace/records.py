@@ -101,6 +101,9 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value  # numpy's numbers and arrays
 
 
+_fields_of = cache(msgspec.structs.fields)  # which reads annotations anew each time
+
+
 @cache
 def _fields(kind: type[msgspec.Struct]) -> tuple[tuple[str, str, Any], ...]:
     """Returns key, attribute and default of each field of a record."""
@@ -111,7 +114,7 @@ def _fields(kind: type[msgspec.Struct]) -> tuple[tuple[str, str, Any], ...]:
             f.name,
             NODEFAULT if f.name in written else f.default if f.default_factory is NODEFAULT else f.default_factory(),
         )
-        for f in msgspec.structs.fields(kind)
+        for f in _fields_of(kind)
     )
 
 
@@ -121,7 +124,7 @@ def check_record(record: Record, where: str) -> None:
     Raises:
         InputError: Names the first field that is wrong.
     """
-    for field in msgspec.structs.fields(type(record)):
+    for field in _fields_of(type(record)):
         check(field.type, getattr(record, field.name), f"{where}: {field.encode_name}")
 
 
@@ -208,7 +211,7 @@ class _Field:
         kind = self._bare()
         if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
             return {}
-        return {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+        return {field.encode_name: field.type for field in _fields_of(kind)}
 
     def unknown_keys(self) -> list[Any]:
         """Keys of the data that the record does not have."""

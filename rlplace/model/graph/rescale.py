@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -112,7 +111,7 @@ def rescale(small: OpGraph, large: OpGraph, samples: int) -> OpGraph:
     return dataclasses.replace(
         small,
         samples=samples,
-        op_dims={op: _scaled_dims(small, large, op, samples) for op in small.op_dims},
+        op_dims=_scaled_dims(small, large, samples),
         source=None,  # it was not captured
         traced=None,  # its sizes are those of the captured batch
         **fields,
@@ -130,10 +129,11 @@ def affine(a: NDArray[Any], b: NDArray[Any], at_a: int, at_b: int, at: int) -> N
     return a + slope * (at - at_a) + (np.rint(part).astype(a.dtype) if a.dtype.kind == "i" else part)
 
 
-def _scaled_dims(small: OpGraph, large: OpGraph, op: int, samples: int) -> Mapping[str, int]:
-    names = list(small.op_dims[op])
-    a, b = (np.array([graph.op_dims[op][name] for name in names], dtype=np.int64) for graph in (small, large))
-    return dict(zip(names, affine(a, b, small.samples, large.samples, samples).tolist(), strict=True))
+def _scaled_dims(small: OpGraph, large: OpGraph, samples: int) -> dict[int, dict[str, int]]:
+    both = [[graph.op_dims[op][name] for op, dims in small.op_dims.items() for name in dims] for graph in (small, large)]
+    a, b = (np.array(sizes, dtype=np.int64) for sizes in both)
+    scaled = iter(affine(a, b, small.samples, large.samples, samples).tolist())
+    return {op: {name: next(scaled) for name in dims} for op, dims in small.op_dims.items()}
 
 
 def _check_structure(small: OpGraph, large: OpGraph) -> None:

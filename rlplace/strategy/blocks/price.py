@@ -7,7 +7,7 @@ batch size and for any device kind; results are cached by cut.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -25,13 +25,12 @@ from rlplace.cost.table import CostTable, KindCosts
 from rlplace.errors import InputError
 from rlplace.model.capture.weight_gradients import part_times, split_weight_gradients
 from rlplace.model.graph.opgraph import BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph, with_causal_attention
-from rlplace.model.graph.rescale import affine
+from rlplace.model.graph.rescale import affine, rescale
 from rlplace.strategy.blocks.blocks import find_blocks
 from rlplace.strategy.blocks.experts import IMBALANCE, context_layout, find_experts, gathered_bytes, why_no_context
 from rlplace.strategy.blocks.lives import Lives, Memory
 from rlplace.strategy.blocks.op_costs import (
     PassOps,
-    Sample,
     StepOps,
     captured_collectives,
     captured_step,
@@ -45,6 +44,7 @@ from rlplace.strategy.layouts.tensor_layout import (
     VOCABULARY,
     LayoutSearch,
     TensorLayout,
+    divided,
     moved_by,
     plain_word,
     shares,
@@ -59,9 +59,9 @@ class _Sized:
     """The model at a batch size and cut.
 
     Attributes:
-        whole: Representatives of all ops, with their kernels.
+        whole: All ops of one device, with their kernels.
         halves: The same with weight gradients apart.
-        first: int64 [B], the representative of each block.
+        first: int64 [B], the first block that is priced alike.
         tensor_bytes: int64 [T], of tensors of the captured graph on one device.
         temporary_bytes: int64 [N], likewise of its ops.
         moved_bytes: For each layout int64 [T], bytes of tensors as its groups move them.
@@ -211,17 +211,16 @@ class PricedBlocks:
 
     def _half_seconds(self, kind: int, cut: Cut) -> Floats:
         """Returns float64 [N'], the same with weight gradients apart."""
-        _, halves, _, origin = self._samples(self._layouts(cut))
-        parts = self._priced(kind, *self._at(cut).halves, halves.stand_in)
-        seconds: Floats = part_times(self._pass_seconds(kind, cut)[:, None], parts[:, None], origin)[:, 0]
+        parts = self._priced(kind, *self._at(cut).halves)
+        seconds: Floats = part_times(self._pass_seconds(kind, cut)[:, None], parts[:, None], self._split()[0][1])[:, 0]
         return seconds
 
     def _pass(self, kind: int, cut: Cut) -> BlockPassCosts:
         self._allowed(cut)
         found = self._at(cut)
         of_op, seconds = self.blocks.of_op, self._pass_seconds(kind, cut)
-        _, _, is_weight, origin = self._samples(self._layouts(cut))
-        weight = self._half_seconds(kind, cut) * is_weight
+        halves, origin = self._split()[0]
+        weight = self._half_seconds(kind, cut) * (halves.op_phase == BACKWARD_WEIGHT)
         moved = np.zeros((2, 2, len(COLLECTIVE_KINDS), len(self.names)))
         for layout, whole in zip(self._layouts(cut), found.moved_bytes, strict=True):
             moved += moved_by(layout, whole, len(self.names))
@@ -278,9 +277,8 @@ class PricedBlocks:
     def _sized(self, cut: Cut) -> _Sized:
         layouts = self._layouts(cut)
         parts = [tensor_parts(self.graph, layout) for layout in layouts]
-        whole, halves, *_ = self._samples(layouts)
         sizes, temporary = (self._values(name, cut.samples) for name in ("tensor_bytes", "op_temporary_bytes"))
-        graph, split = (sample.at(cut.samples, layouts, parts) for sample in (whole, halves))
+        graph, split = (self._divided(halves, cut.samples, layouts, parts) for halves in (False, True))
         moved = tuple(reduce(shares, parts[:index] + parts[index + 1 :], sizes) for index in range(len(layouts)))
         temporary = reduce(shares, [layout.op_parts for layout in layouts], temporary)
         if cut.context > 1:
@@ -305,20 +303,20 @@ class PricedBlocks:
         values = affine(getattr(small, name), getattr(large, name), small.samples, large.samples, samples)
         return np.maximum(values, 0)
 
-    def _samples(self, layouts: tuple[TensorLayout, ...]) -> tuple[Sample, Sample, NDArray[np.bool_], NDArray[np.int32]]:
-        """Returns representatives of ops, whole and with weight gradients apart; which of all halves are weight gradients, and
-        the op that each is a part of.
-        """
+    def _divided(
+        self, halves: bool, samples: int, layouts: Sequence[TensorLayout], parts: Sequence[NDArray[np.int64]]
+    ) -> OpGraph:
+        """Returns the ops, or those with weight gradients apart, at a batch size, as one device of its groups runs them."""
+        graph, origin = self._once(("batch", halves, samples), lambda: self._at_batch(halves, samples))
+        for layout, parts_of_tensor in zip(layouts, parts, strict=True):
+            more = graph.num_tensors - len(parts_of_tensor)  # those between halves, of no bytes
+            graph = divided(graph, layout, origin, np.pad(parts_of_tensor, (0, more), constant_values=1))
+        return graph
 
-        def make() -> tuple[Sample, Sample, NDArray[np.bool_], NDArray[np.int32]]:
-            split, origin = zip(*self._split(), strict=True)
-            first = representatives(self.graph, self.blocks, self.classes, layouts)
-            if self._host != "eager":  # compiled ops fuse with those of other blocks
-                first = np.arange(len(first))
-            halves = Sample.of(split, self.blocks, first, origin[0])
-            return Sample.of(self._graphs, self.blocks, first), halves, split[0].op_phase == BACKWARD_WEIGHT, origin[0]
-
-        return self._once(("samples", layouts), make)
+    def _at_batch(self, halves: bool, samples: int) -> tuple[OpGraph, NDArray[np.int32]]:
+        graphs: Sequence[OpGraph] = [graph for graph, _ in self._split()] if halves else self._graphs
+        known = {graph.samples: graph for graph in graphs}
+        return known.get(samples) or rescale(graphs[0], graphs[1], samples), self._ops(halves)[1]
 
     def _split(self) -> list[tuple[OpGraph, NDArray[np.int32]]]:
         return self._once("split", lambda: [split_weight_gradients(graph) for graph in self._graphs])
@@ -356,15 +354,15 @@ class PricedBlocks:
         """Returns float64 [N], of every captured op."""
         found = self._at(cut)
         if kind not in found.seconds:
-            found.seconds[kind] = self._priced(kind, *found.whole, self._samples(self._layouts(cut))[0].stand_in)
+            found.seconds[kind] = self._priced(kind, *found.whole)
         return found.seconds[kind]
 
-    def _priced(self, kind: int, graph: OpGraph, calls: Calls, stand_in: NDArray[np.int64]) -> Floats:
-        """Returns times of all ops, copied from their representatives; launches are serial."""
+    def _priced(self, kind: int, graph: OpGraph, calls: Calls) -> Floats:
+        """Returns times of all ops; launches are serial."""
         device = self._kinds[self.kinds[kind]]
         own = self._table.kinds.get(base_name(device.name), KindCosts())
         device_s = times_with(self._table, graph, device, calls, self._host).device_s
-        return fold_issue(device_s[stand_in], issue_times(graph, own, self._host, device)[stand_in])
+        return fold_issue(device_s, issue_times(graph, own, self._host, device))
 
     def _classes(self) -> NDArray[np.int64]:
         graph, of_op = self.graph, self.blocks.of_op

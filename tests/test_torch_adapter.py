@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -83,6 +84,13 @@ def test_no_public_name_has_it(where, name):
 def test_shape_rule_of_grouped_products_takes_bfloat16_alone():
     with model.FakeTensorMode(), pytest.raises(Exception, match="BF16 type"):
         torch._grouped_mm(torch.ones(8, 16), torch.ones(2, 16, 16), offs=torch.tensor([4, 8], dtype=torch.int32))
+
+
+def test_a_processor_has_no_synchronized_norm():
+    layer = nn.SyncBatchNorm(2, process_group=object())
+    with mock.patch("torch.distributed.is_available", return_value=True), pytest.raises(ValueError, match="on GPU"):
+        with mock.patch("torch.distributed.is_initialized", return_value=True):
+            layer(torch.ones(4, 2))
 
 
 def test_recurrent_layers_are_unrolled_over_time():

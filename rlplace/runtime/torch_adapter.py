@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # `replicate` on the code of `fully_shard`, for one mesh dimension: pytorch #152710, #158207.
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -42,6 +42,7 @@ __all__ = [
     "BatchNorm",
     "DropoutNd",
     "NormBase",
+    "NormOfGroup",
     "StridedShard",
     "assign_attribute",
     "broadcast_in_buckets",
@@ -56,6 +57,24 @@ __all__ = [
     "with_parameters",
     "without_mkldnn",
 ]
+
+
+class NormOfGroup(BatchNorm):
+    """SyncBatchNorm on GPUs, for modules that DistributedDataParallel must not know as such: pytorch #78078.
+
+    It refuses every SyncBatchNorm on a processor, where torch has none.
+
+    Attributes:
+        process_group: The processes whose samples are normalized together.
+    """
+
+    process_group: Any
+    _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
+    _check_non_zero_input_channels: Any = nn.SyncBatchNorm._check_non_zero_input_channels
+
+    def on_gpus(self, values: Tensor) -> Tensor:
+        """Normalizes values [samples, channels, ...] as SyncBatchNorm does."""
+        return nn.SyncBatchNorm.forward(self, values)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -89,7 +89,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None 
     Returns:
         A deep copy whose parameters, buffers and tensor attributes are fake; tied tensors stay tied, and caches are off.
     """
-    memo = {key: value for key, value in computed_values(model).items() if isinstance(value, torch.Generator)}
+    memo: dict[int, Any] = {key: own for key, own in computed_values(model).items() if isinstance(own, torch.Generator)}
     with mode:
         for tensor in [*model.parameters(), *model.buffers()]:
             if id(tensor) not in memo:

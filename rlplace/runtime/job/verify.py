@@ -223,11 +223,11 @@ class RunComparison:
     def lines(self) -> list[str]:
         """Describes the comparison in sentences."""
         verdict = "equal" if self.equal else "NOT EQUAL"
-        whole = "on whole batches in one piece"
+        how = "on whole batches in one piece"
         if self.reference is not None and self.reference.in_parts:
-            whole = "on the plan's parts one by one, which BatchNorm normalizes by their own statistics,"
+            how = "on the plan's parts one by one, which BatchNorm normalizes by their own statistics,"
         made = [
-            f"{verdict} to the unplaced model {whole} within {self.tolerance:g}: losses of "
+            f"{verdict} to the unplaced model {how} within {self.tolerance:g}: losses of "
             f"{len(self.losses)} steps differ by up to {max(self.losses, default=0.0):.1e} of their size",
             "; ".join(
                 f"worst {kind} {name}: {error:.2g} of what is accepted" if name else f"every {kind} equal bit for bit"

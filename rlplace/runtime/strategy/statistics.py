@@ -6,7 +6,6 @@ With a replica's own statistics, all replicas hold the running ones of the first
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,27 +14,22 @@ from torch.distributed.nn.functional import all_reduce
 
 from rlplace.model.torch_adapter import FakeTensor
 from rlplace.runtime.strategy.mesh import MeshPlace
-from rlplace.runtime.torch_adapter import BatchNorm, NormBase, broadcast_in_buckets
+from rlplace.runtime.torch_adapter import BatchNorm, NormBase, NormOfGroup, broadcast_in_buckets
 
 _BUCKET_BYTES = 1 << 26
 
 
-class BatchStatistics(BatchNorm):
+class BatchStatistics(NormOfGroup):
     """SyncBatchNorm over the replicas of a stage; on processors, too, for which torch has none and DDP refuses it.
 
-    Attributes:
-        process_group: The processes of the replicas; None: this one alone.
+    Its `process_group` are the processes of the replicas; None: this one alone.
     """
-
-    process_group: Any
-    _check_input_dim = nn.SyncBatchNorm._check_input_dim
-    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalizes values [samples, channels, ...] by the mean and variance of all replicas' samples."""
         if not self.training or self.process_group is None or isinstance(input, FakeTensor):
             return super().forward(input)
-        return self._on_processors(input) if input.device.type == "cpu" else nn.SyncBatchNorm.forward(self, input)
+        return self._on_processors(input) if input.device.type == "cpu" else self.on_gpus(input)
 
     def _on_processors(self, input: torch.Tensor) -> torch.Tensor:
         """Computes the two moments one after the other: a difference of sums would lose digits."""

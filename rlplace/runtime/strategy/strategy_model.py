@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -187,7 +188,7 @@ class StrategyModel(DistributedModel):
             module.reshard()  # without a backward nothing else does
         if outputs is not None and together > 1:
             outputs = [
-                (map_rows(output, one.samples, lambda leaf, n=n: leaf.chunk(together)[n]), count / together)
+                (map_rows(output, one.samples, partial(_chunk, parts=together, number=n)), count / together)
                 for n in range(together)
                 for (output, count), one in zip(outputs, passes, strict=True)
             ]
@@ -306,3 +307,8 @@ def keyword_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
             f"a strategy is run with keyword inputs, but forward{signature} names {len(names)} of its {len(inputs)} inputs"
         )
     return dict(zip(names, inputs, strict=False))
+
+
+def _chunk(leaf: torch.Tensor, parts: int, number: int) -> torch.Tensor:
+    """Returns one of so many equal parts of the rows."""
+    return leaf.chunk(parts)[number]

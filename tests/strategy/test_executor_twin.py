@@ -15,9 +15,9 @@ from rlplace.errors import InputError
 from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor import packing
 from rlplace.strategy.executor.evaluate import DraftEvaluator
+from rlplace.strategy.executor.reference import evaluate_reference
 from rlplace.strategy.executor.traffic import SIZES, ClusterTraffic, table_s
 from tests.strategy.random_costs import CLUSTERS, random_costs, random_draft
-from tests.strategy.reference import evaluate_reference
 
 FIELDS = ("step_time_s", "over_bytes", "stage_busy_s", "peak_memory_bytes", "host_bytes")
 PRESETS = {name: Cluster.preset(name) for name in CLUSTERS}

@@ -15,12 +15,12 @@ from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy, uniform_words
 from rlplace.strategy.drafts import UNLIKE, Draft, Mesh, draft_of_strategy, kind_of
 from rlplace.strategy.executor.evaluate import DraftEvaluator
+from rlplace.strategy.executor.reference import evaluate_reference
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import SearchProblem
 from rlplace.strategy.search.unlike import other_shares
 from tests.strategy.random_costs import random_costs, random_draft
-from tests.strategy.reference import evaluate_reference
 from tests.strategy.test_executor_twin import FIELDS
 
 EIGHT = Cluster.preset("a100-80g:4+t4:4")

@@ -1,9 +1,9 @@
 """The block executor: step time and memory of a strategy, compiled. These are its rules.
 
-`DraftEvaluator` in `evaluate` is the entry. `kernel` and `passkernels` are compiled; tests hold them to plain Python,
-`tests/strategy/reference.py`, to 1e-12. A *place* is a mesh of devices. A *lane* is a slice of every place that runs
-micro-batches independently until gradients are exchanged; replicas inside it wait for each other. There are as many lanes as
-the greatest common divisor of the places' data degrees; one at sharding levels 2 and 3. s is `COMPUTE_SLOWDOWN`, 1.189.
+`DraftEvaluator` in `evaluate` is the entry. `kernel` and `passkernels` are compiled and agree to 1e-12 with the plain Python
+of `reference`. A *place* is a mesh of devices. A *lane* is a slice of every place that runs micro-batches
+independently until gradients are exchanged; replicas inside it wait for each other. There are as many lanes as the greatest
+common divisor of the places' data degrees; one at sharding levels 2 and 3. s is `COMPUTE_SLOWDOWN`, 1.189.
 
 Time
     A block in a pass has a forward f, a backward with recomputation (full recomputation repeats collectives), and blocking

@@ -1,7 +1,7 @@
 """The block executor: the rules of `rlplace.strategy.executor` on packed arrays, compiled.
 
 `rlplace.strategy.executor.arrays` defines the arrays, `rlplace.strategy.executor.packing` fills them. The functions have the
-names of those in `tests/strategy/reference.py`, which is written for clarity alone.
+names of those in `rlplace.strategy.executor.reference`, which is written for clarity alone.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment"

@@ -15,9 +15,7 @@ from rlplace.strategy.costs import BACKWARD_PASS, FORWARD_PASS, STAGE_END, WITH_
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor.evaluate import PARTS, StepEvaluation, bytes_over, side_by_side
 from rlplace.strategy.executor.meshes import Lane, borders, check_draft, copy_groups, lanes, stage_actions
-from rlplace.strategy.executor.rules import EACH_BACKWARD, EACH_PASS, ONCE
-from rlplace.strategy.executor.traffic import ClusterTraffic, Way, tie_exchanges
-from tests.strategy.reference_blocks import (
+from rlplace.strategy.executor.reference_blocks import (
     PlaceWork,
     ReferenceBlock,
     exchange_s,
@@ -25,6 +23,8 @@ from tests.strategy.reference_blocks import (
     single_stage,
     stage_action,
 )
+from rlplace.strategy.executor.rules import EACH_BACKWARD, EACH_PASS, ONCE
+from rlplace.strategy.executor.traffic import ClusterTraffic, Way, tie_exchanges
 
 
 def evaluate_reference(

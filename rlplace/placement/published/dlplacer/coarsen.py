@@ -28,6 +28,9 @@ from rlplace.problem.order import grouped, topological_order
 MEMORY_SHARE = 1 / 3
 """Joined groups take at most this share of the largest device."""
 
+TWIN_DEGREE = 16
+"""Twins are looked for among nodes with at most this many neighbours."""
+
 WORK_SHARES = (0.25, 0.5, 1.0, 2.0, 3.0)
 """Joined groups take at most these shares of the mean work of a node of the target size, one after another; then any."""
 
@@ -148,6 +151,15 @@ class _ShrinkingGraph(ContractionGraph):
         self.allowed[kept] &= self.allowed[gone]
         self.left -= 1
         return self.left <= self.count
+
+    def twins(self) -> list[list[int]]:
+        """Returns sets of nodes with equal predecessors and equal successors, smallest number first."""
+        alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        for node in self.live():
+            key = tuple(sorted(self.predecessors[node])), tuple(sorted(self.successors[node]))
+            if 0 < len(key[0]) + len(key[1]) <= TWIN_DEGREE:
+                alike.setdefault(key, []).append(node)
+        return [nodes for nodes in alike.values() if len(nodes) > 1]
 
     def merge_runs(self, runs: list[list[int]]) -> bool:
         """Merges neighbours in each run while they fit; returns whether few enough nodes are left."""

@@ -201,7 +201,8 @@ class Planned:
             only = None  # planned for what cannot run yet
         graph, other = two_captures(self.graph, self.capture)
         pricing: dict[str, Any] = {"other": other, "only": only, "costs": table.path, "host": self.source.host or "eager"}
-        return ask(graph, machine, self.strategy.batch, why_not=why_not, **pricing)
+        settings = {"statistics": self.strategy.statistics}
+        return ask(graph, machine, self.strategy.batch, why_not=why_not, settings=settings, **pricing)
 
     def draft(self, strategy: Strategy | None = None) -> Draft:
         """Returns the draft of a strategy; None: of the plan's.

@@ -23,10 +23,12 @@ NONE, SELECTIVE, FULL = range(3)
 
 RECOMPUTE = ("none", "selective", "full")
 
-COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_gather", "reduce_scatter", "all_to_all")
-"""Axis K: collectives of the tensor group, two of the context group, and one of the expert group."""
+COLLECTIVE_KINDS = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_gather", "reduce_scatter", "all_to_all", "all_reduce",
+)  # fmt: skip
+"""Axis K: collectives of the tensor group, two of the context group, one of the expert group, and one of the replicas."""
 
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, CONTEXT_GATHER, CONTEXT_SCATTER, EXPERT_ALL_TO_ALL = range(7)
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, CONTEXT_GATHER, CONTEXT_SCATTER, EXPERT_ALL_TO_ALL, STATISTICS = range(8)
 """Indices of axis K."""
 
 FORWARD_PASS, BACKWARD_PASS, STAGE_END, WITH_GRADIENTS = range(4)
@@ -141,6 +143,7 @@ class BlockCosts(Protocol):
         ties: Weights that several blocks share.
         classes: int64 [B]; blocks of one number cost the same.
         experts: Expert degrees divide it: the number of experts of every mixture, 1 without any.
+        joins_replicas: Whether passes sum statistics over replicas (`STATISTICS`).
     """
 
     names: tuple[str, ...]
@@ -148,6 +151,7 @@ class BlockCosts(Protocol):
     ties: tuple[Tie, ...]
     classes: NDArray[np.int64]
     experts: int
+    joins_replicas: bool
 
     def why_not(self, cut: Cut) -> str | None:
         """Explains why a pass cannot be cut like that; None where it can."""

@@ -17,6 +17,7 @@ from rlplace.strategy.costs import (
     CONTEXT_GATHER,
     CONTEXT_SCATTER,
     EXPERT_ALL_TO_ALL,
+    STATISTICS,
     BlockPassCosts,
     Cut,
     HeldCosts,
@@ -47,6 +48,7 @@ class RandomCosts:
     between: float = 0.25  # of what is kept: what the first half of a split backward leaves for the second
     ties: tuple[Tie, ...] = ()
     experts: int = 1
+    joins_replicas: bool = False
     known: dict[object, object] = field(default_factory=dict, compare=False)
 
     def why_not(self, cut: Cut) -> str | None:
@@ -81,6 +83,8 @@ class RandomCosts:
             calls[0, CONTEXT_GATHER] = calls[1, CONTEXT_SCATTER] = 1.0
         if cut.expert > 1:
             bytes_[:, EXPERT_ALL_TO_ALL], calls[:, EXPERT_ALL_TO_ALL] = 2 * border, 2.0
+        if self.joins_replicas:
+            bytes_[:, STATISTICS], calls[:, STATISTICS] = 0.01 * border, 3.0
         sent = (border / spread).astype(np.int64)
         sent[-1] = 0
         returned = sent * 3 // 4  # what is sent need not be trained
@@ -164,6 +168,7 @@ def random_costs(rng: Generator, cluster: Cluster, blocks: int, *, tied: bool = 
         border=np.full(blocks, size * 10 ** rng.uniform(-2, -0.5)),
         weights=weights,
         item=float(rng.choice([1.0, 2.0])),
+        joins_replicas=blocks % 3 == 0,
         ties=ties,
     )
 

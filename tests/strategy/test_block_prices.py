@@ -1,11 +1,14 @@
 """What blocks cost adds up to what the op level says: times by phase, held bytes, and the peak of a whole step."""
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
+from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlplace.cluster.collectives import collective_s
 from rlplace.cluster.parse import as_cluster
 from rlplace.cost import device_times, price
 from rlplace.errors import InputError
@@ -17,7 +20,7 @@ from rlplace.model.zoo import load_model
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE
 from rlplace.simulator import simulate
 from rlplace.strategy.blocks.price import PricedBlocks
-from rlplace.strategy.costs import FULL, NONE, SELECTIVE, Cut
+from rlplace.strategy.costs import FULL, NONE, SELECTIVE, STATISTICS, Cut
 from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.layouts.tensor_layout import LayoutSearch, divided, tensor_parts
@@ -324,3 +327,30 @@ def test_what_has_no_price(priced):
     assert blocks.why_not(FOUR) is None
     loaded = PricedBlocks(replace(captured("vit"), traced=None), CLUSTER)
     assert "does not say how its ops can be cut" in loaded.why_not(Cut(4, tensor=2))
+
+
+def test_statistics_of_all_replicas_are_summed_in_every_pass():
+    loaded = load_model(SPECS["resnet"], batch=4, seq=64)
+    channels = [module.num_features for module in loaded.module.modules() if isinstance(module, nn.BatchNorm2d)]
+    graph, cluster = captured("resnet"), as_cluster("a100-80g:4")
+    alone, joined = (PricedBlocks(graph, cluster, statistics=statistics) for statistics in ("replica", "batch"))
+    passes = joined.passes(0, FOUR)
+    assert passes.collective_calls[:, STATISTICS].sum(axis=1).tolist() == [len(channels)] * 2
+    sizes = [[8 * c + 4 for c in channels], [8 * c for c in channels]]
+    assert passes.collective_bytes[:, STATISTICS].sum(axis=1).tolist() == [*map(sum, sizes)]
+    assert not alone.passes(0, FOUR).collective_calls.any()
+    group = tuple(range(4))
+    wanted = sum(collective_s(cluster.links, "all_reduce", group, size) for size in chain(*sizes))
+    blocks = len(alone.names)
+    for devices, mesh, seconds in (
+        ((0,), {}, 0.0),
+        (group, {"replicate": 4}, wanted),
+        (group, {"shard": 4, "sharding": 3}, wanted),
+    ):
+        draft = Draft((0, blocks), (Mesh(devices, **mesh),), (0,), bytes(blocks), bytes(blocks), (4,), (1,))
+        by_block = [DraftEvaluator(costs, cluster).evaluate(draft) for costs in (alone, joined)]
+        assert by_block[0].parts["tensor"] == 0.0
+        assert by_block[1].parts["tensor"] == pytest.approx(seconds, rel=0.02)
+        pairs = zip((alone, joined), by_block, strict=True)
+        before, after = (evaluate_ops(draft, costs, cluster, one).step_time_s for costs, one in pairs)
+        assert before + 0.5 * seconds <= after <= before + 1.02 * seconds

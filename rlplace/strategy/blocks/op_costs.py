@@ -15,7 +15,20 @@ from numpy.typing import NDArray
 from rlplace.model.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, FORWARD, GRADIENT, UPDATE, OpGraph, Parameter
 from rlplace.strategy.blocks.blocks import Blocks
 from rlplace.strategy.blocks.lives import Lives, model_inputs, plain_views, selected
-from rlplace.strategy.costs import NONE, RECOMPUTE, SELECTIVE, BlockCosts, Bytes, Cut, Floats, HeldCosts, Tie
+from rlplace.strategy.costs import (
+    BACKWARD_PASS,
+    FORWARD_PASS,
+    NONE,
+    RECOMPUTE,
+    SELECTIVE,
+    STATISTICS,
+    BlockCosts,
+    Bytes,
+    Cut,
+    Floats,
+    HeldCosts,
+    Tie,
+)
 from rlplace.strategy.layouts.tensor_layout import TensorLayout, moved_bytes, shares
 
 
@@ -192,6 +205,21 @@ def captured_collectives(
         made_here = graph.tensor_producer[item.tensor] == item.op
         size_bytes = float(moved_bytes(layout, item, tensor_bytes))
         yield TensorCollective(item.block, item.when, item.kind, size_bytes, op + (0.5 if made_here else -0.5))
+
+
+def statistics_sums(graph: OpGraph, blocks: Blocks, origin: NDArray[np.int32]) -> Iterator[TensorCollective]:
+    """Yields what BatchNorms exchange in a pass to normalize by the samples of all replicas, as SyncBatchNorm does.
+
+    A forward sends two moments of every channel and the number of values, a backward the gradients of both.
+    """
+    channels = {p.name.rpartition(".")[0]: p.shape[0] for p in graph.parameters if p.name.endswith(("running_mean", ".weight"))}
+    norms = (op for op in np.flatnonzero(graph.op_phase == FORWARD).tolist() if "batch_norm" in graph.op_target[op])
+    for op in norms:
+        count, number = channels.get(graph.op_module[op], 0), float(np.searchsorted(origin, op))
+        if count:
+            block = int(blocks.of_op[op])
+            yield TensorCollective(block, FORWARD_PASS, STATISTICS, 4.0 * (2 * count + 1), number - 0.5)
+            yield TensorCollective(block, BACKWARD_PASS, STATISTICS, 4.0 * 2 * count, number + 0.5)
 
 
 def representatives(

@@ -32,11 +32,13 @@ from rlplace.strategy.blocks.lives import Lives, Memory
 from rlplace.strategy.blocks.op_costs import (
     PassOps,
     StepOps,
+    TensorCollective,
     captured_collectives,
     captured_step,
     halved_bytes,
     held_costs,
     representatives,
+    statistics_sums,
     ties_of,
 )
 from rlplace.strategy.costs import COLLECTIVE_KINDS, BlockPassCosts, Cut, Floats, HeldCosts
@@ -88,6 +90,7 @@ class PricedBlocks:
         ties: Parameters and buffers that several blocks read.
         classes: int64 [B]; blocks of one number cost the same.
         experts: Expert degrees divide it: the number of experts of every mixture, 1 without any.
+        joins_replicas: Whether BatchNorms normalize by the samples of all replicas.
         blocks: Which block every op belongs to.
         graph: The captured graph.
     """
@@ -101,6 +104,7 @@ class PricedBlocks:
         only: Mapping[str, str] | None = None,
         costs: CostTable | str | Path | None = None,
         host: str = "eager",
+        statistics: str = "replica",
     ) -> None:
         """Finds the blocks.
 
@@ -113,6 +117,7 @@ class PricedBlocks:
                 stay whole. None: all may be cut.
             costs: See `rlplace.price`; so is `host`.
             host: See `costs`.
+            statistics: See `rlplace.plan.strategy.Strategy`.
         """
         check_host(host)
         graph = with_causal_attention(graph)
@@ -127,6 +132,7 @@ class PricedBlocks:
         self._graphs = (graph,) if other is None else (graph, other)
         self.names, self.experts = self.blocks.names, self._experts.most
         self.ties = ties_of(graph, self.blocks)
+        self.joins_replicas = statistics == "batch"
         self.classes = self._classes()
 
     def why_not(self, cut: Cut) -> str | None:
@@ -197,8 +203,16 @@ class PricedBlocks:
             seconds=self._half_seconds(kind, cut) if split else self._pass_seconds(kind, cut),
             temporary_bytes=found.temporary_bytes[origin],
             tensor_bytes=np.pad(found.tensor_bytes, (0, graph.num_tensors - len(found.tensor_bytes))),
-            collectives=tuple(item for pair in layouts for item in captured_collectives(self.graph, *pair, origin)),
-        )
+            collectives=(
+                *(item for pair in layouts for item in captured_collectives(self.graph, *pair, origin)), *self._sums(split)
+            ),
+        )  # fmt: skip
+
+    def _sums(self, split: bool) -> tuple[TensorCollective, ...]:
+        """Returns the sums of statistics over replicas in a pass."""
+        if not self.joins_replicas:
+            return ()
+        return self._once(("sums", split), lambda: tuple(statistics_sums(self.graph, self.blocks, self._ops(split)[1])))
 
     def _ops(self, split: bool) -> tuple[OpGraph, NDArray[np.int32]]:
         """Returns the captured graph, or that with weight gradients apart, and which captured op each op is a part of."""
@@ -224,6 +238,8 @@ class PricedBlocks:
         moved = np.zeros((2, 2, len(COLLECTIVE_KINDS), len(self.names)))
         for layout, whole in zip(self._layouts(cut), found.moved_bytes, strict=True):
             moved += moved_by(layout, whole, len(self.names))
+        for item in self._sums(False):
+            moved[:, item.when, item.kind, item.block] += item.size_bytes, 1.0
         phase, memory, step = self.graph.op_phase, found.memory, self.step_ops(True)
         sizes = np.pad(found.tensor_bytes, (0, len(step.producer) - len(found.tensor_bytes)))
         return BlockPassCosts(

@@ -16,7 +16,7 @@ from math import gcd, inf
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.plan.actions import Action, chain_actions
-from rlplace.strategy.costs import CONTEXT_GATHER, CONTEXT_SCATTER, EXPERT_ALL_TO_ALL
+from rlplace.strategy.costs import CONTEXT_GATHER, CONTEXT_SCATTER, EXPERT_ALL_TO_ALL, STATISTICS
 from rlplace.strategy.drafts import Draft, Mesh
 
 Groups = tuple[tuple[int, ...], ...]
@@ -42,8 +42,10 @@ def tensor_groups(place: Mesh, kind: int) -> Groups:
     """Returns the devices that move the tensors of one pass together, by index of `COLLECTIVE_KINDS`.
 
     Tokens of experts move in the expert group, consecutive devices of shard x context x tensor; keys and values in the context
-    group; everything else in the tensor group.
+    group; statistics of norms over the replicas; everything else in the tensor group.
     """
+    if kind == STATISTICS:
+        return _groups(place, place.data_degree, place.context * place.tensor)
     if kind == EXPERT_ALL_TO_ALL:
         return _groups(place, place.expert, 1)
     if kind in (CONTEXT_GATHER, CONTEXT_SCATTER):

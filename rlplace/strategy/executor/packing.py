@@ -85,7 +85,7 @@ class Rows:
 
     def number(self, place: Mesh, passes: Passes) -> int:
         """Returns the index of the row of a place whose replicas in a lane have these passes."""
-        grouped = place.tensor * place.context * place.expert > 1
+        grouped = self.costs.joins_replicas or place.tensor * place.context * place.expert > 1
         tables = self._tensor_tables(place) if grouped else None
         key = passes, place.tensor, place.sequence_parallel, place.context, place.expert, tables
         number = self._row_of.get(key)
@@ -99,7 +99,7 @@ class Rows:
 
     def _tensor_tables(self, place: Mesh) -> tuple[int, ...]:
         if place not in self._tables:
-            self._tables[place] = self.traffic.tables_inside(place)
+            self._tables[place] = self.traffic.tables_inside(place, self.costs.joins_replicas)
         return self._tables[place]
 
     def _pass(self, place: Mesh, samples: int, kind: int) -> Floats:

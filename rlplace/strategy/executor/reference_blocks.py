@@ -9,7 +9,17 @@ import numpy as np
 
 from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import ring_order
-from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS, FULL, NONE, BlockCosts, Floats, kind_numbers
+from rlplace.strategy.costs import (
+    BACKWARD_PASS,
+    COLLECTIVE_KINDS,
+    FORWARD_PASS,
+    FULL,
+    NONE,
+    STATISTICS,
+    BlockCosts,
+    Floats,
+    kind_numbers,
+)
 from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor.meshes import (
     Lane,
@@ -155,7 +165,7 @@ def _meets(place: Mesh, cluster: Cluster) -> tuple[bool, bool]:
         hops = [(ring[i - 1], ring[i]) for ring in rings for i in range(len(ring))]
         return {channel for one, other in hops for channel in channels[one][other]}
 
-    inside = {channel for kind in range(len(COLLECTIVE_KINDS)) for channel in used(tensor_groups(place, kind))}
+    inside = {channel for kind in range(STATISTICS) for channel in used(tensor_groups(place, kind))}
     shares, copies = used(share_groups(place)), used(copy_groups(place))
     return bool(place.sharding and inside & shares), bool(place.sharding and copies & shares)
 

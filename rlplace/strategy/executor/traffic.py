@@ -17,7 +17,7 @@ import numpy as np
 from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import busiest_channel_s_per_byte, collective_s, contention, meet
 from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_PER_S, PCIE_BYTES_PER_S
-from rlplace.strategy.costs import COLLECTIVE_KINDS, CONTEXT_GATHER, EXPERT_ALL_TO_ALL, BlockCosts, Floats
+from rlplace.strategy.costs import COLLECTIVE_KINDS, CONTEXT_GATHER, EXPERT_ALL_TO_ALL, STATISTICS, BlockCosts, Floats
 from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor.meshes import (
     Border,
@@ -116,9 +116,11 @@ class ClusterTraffic:
         number = self.collective(kind, groups)
         return self.tables[number]
 
-    def tables_inside(self, place: Mesh) -> tuple[int, ...]:
+    def tables_inside(self, place: Mesh, joins_replicas: bool) -> tuple[int, ...]:
         """Returns the number of the table of each of `COLLECTIVE_KINDS` in the groups that move tensors inside blocks."""
-        return tuple([self.collective(name, tensor_groups(place, kind)) for kind, name in enumerate(COLLECTIVE_KINDS)])
+        kinds = COLLECTIVE_KINDS if joins_replicas else COLLECTIVE_KINDS[:STATISTICS]
+        numbers = [self.collective(name, tensor_groups(place, kind)) for kind, name in enumerate(kinds)]
+        return *numbers, *[0] * (len(COLLECTIVE_KINDS) - len(kinds))
 
     def meets(self, place: Mesh) -> tuple[bool, bool]:
         """Returns whether collectives inside blocks, and sums over copies, use a channel over which weights are shared."""

@@ -53,7 +53,7 @@ class LaneBuild:
             mesh = draft.places[place]
             passed = slowest([costs.pass_ops(kind, mesh.cut(samples), whole.split) for kind, samples in cuts])
             self.stages.append(StageOps(step, passed, inside, draft.recompute))
-            tables, numbers = whole.traffic.tables, whole.traffic.tables_inside(mesh)
+            tables, numbers = whole.traffic.tables, whole.traffic.tables_inside(mesh, costs.joins_replicas)
             self.collective_s.append([table_s(tables[numbers[item.kind]], item.size_bytes) for item in passed.collectives])
         self.left = [lane.microbatches] * draft.stages
         self.arrived: dict[tuple[int, str, int], int] = {}  # input of a stage: the op that sends it

@@ -158,7 +158,7 @@ def ask(
     **pricing: Any,
 ) -> SearchProblem:
     """Returns the problem of a model's step on a cluster, its blocks priced; `pricing` holds arguments of `PricedBlocks`."""
-    blocks = PricedBlocks(graph, cluster, **pricing)
+    blocks = PricedBlocks(graph, cluster, statistics=(settings or {}).get("statistics", "replica"), **pricing)
     excluded = None if why_not is None else lambda draft: why_not(draft.strategy(blocks.names))
     scores = DraftEvaluator(blocks, cluster)
     return SearchProblem(scores, batch, space or Space(), excluded, settings=settings or {}, layouts=blocks.modules)

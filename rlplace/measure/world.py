@@ -173,6 +173,7 @@ class _WorldCosts:
     def __init__(self, base: BlockCosts, world: World, kinds: Mapping[str, tuple[str, float]]) -> None:
         self._base, self._world = base, world
         self.names, self.ties, self.classes, self.experts = base.names, base.ties, base.classes, base.experts
+        self.joins_replicas = base.joins_replicas
         self.kinds = tuple(kinds)
         number = {name: index for index, name in enumerate(base.kinds)}
         self._kind = [(number[name], factor) for name, factor in kinds.values()]

@@ -6,6 +6,7 @@ With a replica's own statistics, all replicas hold the running ones of the first
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,32 +23,41 @@ _BUCKET_BYTES = 1 << 26
 class BatchStatistics(NormOfGroup):
     """SyncBatchNorm over the replicas of a stage; on processors, too, for which torch has none and DDP refuses it.
 
-    Its `process_group` are the processes of the replicas; None: this one alone.
+    Attributes:
+        groups: The processes of the replicas, along each axis of the mesh that has several; without any: this one alone.
     """
+
+    groups: tuple[Any, ...]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalizes values [samples, channels, ...] by the mean and variance of all replicas' samples."""
-        if not self.training or self.process_group is None or isinstance(input, FakeTensor):
+        if not self.training or not self.groups or isinstance(input, FakeTensor):
             return super().forward(input)
-        return self._on_processors(input) if input.device.type == "cpu" else self.on_gpus(input)
+        return self.on_gpus(input) if input.device.type != "cpu" and len(self.groups) == 1 else self._in_two_sums(input)
 
-    def _on_processors(self, input: torch.Tensor) -> torch.Tensor:
+    def _in_two_sums(self, input: torch.Tensor) -> torch.Tensor:
         """Computes the two moments one after the other: a difference of sums would lose digits."""
         self._check_input_dim(input)
         axes, shape = [0, *range(2, input.dim())], [1, -1, *[1] * (input.dim() - 2)]
         values = input if input.dtype == torch.float64 else input.float()
         count = values.new_full((1,), values.numel() / values.shape[1])
-        sums = all_reduce(torch.cat([values.sum(axes), count]), group=self.process_group)
+        sums = self._sum(torch.cat([values.sum(axes), count]))
         count = sums[-1].detach()
         mean = sums[:-1] / count
         centered = values - mean.view(shape)
-        variance = all_reduce(centered.square().sum(axes), group=self.process_group) / count
+        variance = self._sum(centered.square().sum(axes)) / count
         if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
             self._track(mean.detach(), variance.detach() * (count / (count - 1)))
         normalized = centered * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             normalized = normalized * self.weight.view(shape) + self.bias.view(shape)
         return normalized.to(input.dtype)
+
+    def _sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Adds up over all replicas."""
+        for group in self.groups:
+            values = all_reduce(values, group=group)
+        return values
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
@@ -66,12 +76,13 @@ def join_statistics(model: nn.Module, place: MeshPlace, *, everywhere: bool) -> 
         place: Coordinates of this process.
         everywhere: Whether all BatchNorms do, or only those that are SyncBatchNorms of all processes.
     """
-    group = None if place.data_degree == 1 else place.mesh["replicate", "shard"]._flatten().get_group()
+    groups = tuple(place.mesh[axis].get_group() for axis in ("replicate", "shard") if place.mesh[axis].size() > 1)
     for module in model.modules():
         synced = isinstance(module, nn.SyncBatchNorm) and module.process_group is None
         if synced or (everywhere and isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)):
             module.__class__ = BatchStatistics
-            vars(module)["process_group"] = group
+            vars(module)["groups"] = groups
+            vars(module)["process_group"] = groups[0] if len(groups) == 1 else None
 
 
 def statistics_of(roots: Iterable[nn.Module]) -> list[torch.Tensor]:

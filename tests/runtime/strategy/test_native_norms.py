@@ -125,6 +125,23 @@ def test_replicas_normalize_by_their_own_samples_or_by_all():
                 )
 
 
+def hybrid(statistics):
+    only = [stage(("0", "1", "2", "3"), (0, 1, 2, 3), {"replicate": 2, "shard": 2}, 3)]
+    return Strategy.from_dict({"batch": 16, "microbatch": [4], "microbatches": [1], "statistics": statistics, "stages": only})
+
+
+def test_replicas_of_shares_normalize_together():
+    strategy = hybrid("batch")
+    model = normed()
+    for _ in range(STEPS):
+        model.zero_grad()
+        square(model(images(strategy)), None).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for ((kept, found),) in run(4, over_replicas, [(strategy, 0.1)]):
+        torch.testing.assert_close(found, gradients, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(kept, {name: model.state_dict()[name] for name in kept}, rtol=1e-11, atol=1e-11)
+
+
 def in_two_stages_of_replicas():
     strategy = two_stages({"replicate": 2})
     together = Strategy.from_dict(strategy.to_dict() | {"statistics": "batch"})

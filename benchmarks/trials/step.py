@@ -141,7 +141,8 @@ def _parts(plan: rlplace.PlacementPlan, rank: int) -> tuple[int, int, int]:
     assert plan.strategy is not None
     pipeline = plan.strategy.pipelines[0]
     stage = next(stage for stage in pipeline.stages if rank in stage.devices)
-    own = list(stage.devices).index(rank) // stage.axis("tensor")
+    # All replicas hold the running statistics of the first; other buffers are their own where the plan lets them.
+    own = list(stage.devices).index(rank) // stage.axis("tensor") if plan.strategy.buffers == "replica" else 0
     return stage.data_degree, pipeline.microbatches[0], own
 
 

@@ -95,6 +95,18 @@ def plan_to_dict(plan: PlacementPlan) -> dict[str, Any]:
     return data | ({"predicted": predicted} if predicted else {})
 
 
+def _difference(found: Any, wanted: Any, where: str) -> str | None:
+    """Returns the way to the first part of plain data that differs, in type or value; None where all is the same."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        keys = dict.fromkeys((*found, *wanted))
+        inside = (_difference(found.get(key), wanted.get(key), f"{where}.{key}") for key in keys)
+    elif isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
+        inside = (_difference(*pair, f"{where}[{number}]") for number, pair in enumerate(zip(found, wanted, strict=True)))
+    else:
+        return None if type(found) is type(wanted) and found == wanted else where
+    return next((way for way in inside if way is not None), None)
+
+
 def _around(device_of_group: NDArray[np.int32], samples: int | None) -> dict[str, Any]:
     """Returns the strategy of a placement plan."""
     width = int(device_of_group.max(initial=0)) + 1
@@ -132,9 +144,9 @@ def plan_from_dict(data: dict[str, Any]) -> PlacementPlan:
     devices = np.array(placement.device_of_group, dtype=np.int32)
     samples = plan.strategy.get("batch") if isinstance(plan.strategy, dict) else None
     build(Count | None, samples, "plan: strategy.batch")
-    if plan.strategy != _around(devices, samples):
+    if (other := _difference(plan.strategy, _around(devices, samples), "strategy")) is not None:
         raise InputError(
-            f"plan: strategy: a placement is one pass over one stage with devices 0 to {devices.max(initial=0)} on its axis "
+            f"plan: {other}: a placement is one pass over one stage with devices 0 to {devices.max(initial=0)} on its axis "
             "branch, and this is another; plan again: rlplace place MODEL"
         )
     return PlacementPlan(

@@ -224,7 +224,9 @@ class Packer:
         for choice in choices:
             key = number, *self.costed.place(mesh), *looks, choice
             if key not in self._placed:
-                chosen = BlockChoices(np.zeros(0, dtype=np.int64), *(np.full(count, one, dtype=np.uint8) for one in choice))
+                chosen = BlockChoices(
+                    np.zeros(0, dtype=np.int64), *(np.frombuffer(bytes([one]) * count, dtype=np.uint8) for one in choice)
+                )
                 self._placed[key] = place_blocks(self._place(mesh, passes, *looks), chosen, NO_TIES)
             found.append(self._placed[key])
         return PlacedBlock(*np.moveaxis(np.array(found), -1, 0))

@@ -66,7 +66,7 @@ def test_a_run_out_of_time_leaves_no_process(tmp_path):
     script, told = tmp_path / "job.py", tmp_path / "pid"
     script.write_text(f"import os, time\nopen({str(told)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
     torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=1"
-    ended = launcher(f"{torchrun} {script} {{plan}} {{timings}}", CLUSTER, timeout_s=15.0)(PLAN)
+    ended = launcher(f"{torchrun} {script} {{plan}} {{timings}}", CLUSTER, timeout_s=25.0)(PLAN)
     assert ended.status == "crashed" and told.exists()
     with pytest.raises(ProcessLookupError):
         os.kill(int(told.read_text()), 0)

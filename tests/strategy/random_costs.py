@@ -168,7 +168,6 @@ def random_costs(rng: Generator, cluster: Cluster, blocks: int, *, tied: bool = 
         border=np.full(blocks, size * 10 ** rng.uniform(-2, -0.5)),
         weights=weights,
         item=float(rng.choice([1.0, 2.0])),
-        joins_replicas=blocks % 3 == 0,
         ties=ties,
     )
 

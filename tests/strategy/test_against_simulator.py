@@ -4,7 +4,7 @@ Costs are made up, ten ops a block and pass (`random_ops`). What is left: bucket
 and replicas of unlike speed wait for each other in every collective.
 """
 
-from __future__ import annotations
+import dataclasses
 
 import numpy as np
 import pytest
@@ -27,7 +27,8 @@ def drawn(seed):
     rng = np.random.default_rng(seed)
     cluster = list(PRESETS.values())[seed % len(PRESETS)]
     blocks = int(rng.integers(4, 13))
-    costs = RandomOps.of(random_costs(rng, cluster, blocks, tied=bool(rng.random() < 0.3)))
+    made = random_costs(rng, cluster, blocks, tied=bool(rng.random() < 0.3))
+    costs = RandomOps.of(dataclasses.replace(made, joins_replicas=blocks % 3 == 0))
     draft = random_draft(rng, cluster, blocks)
     whole = draft.stages == 1 and draft.places[0].sharding == 0
     if whole and 2 in draft.offload and len(set(draft.microbatches)) > 1:  # a block that streams in is reduced in every pass

@@ -103,7 +103,24 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None 
                     memo[id(tensor)] = tensor if real else _fake_like(tensor, dtype)
         copied = copy.deepcopy(model, memo)
     turn_off_caches(copied)
+    normalize_alone(copied)
     return copied
+
+
+class _NormAlone(nn.SyncBatchNorm):
+    """SyncBatchNorm of one process, whatever job it is part of."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalizes by the samples of this process."""
+        normalized: torch.Tensor = super(nn.SyncBatchNorm, self).forward(input)
+        return normalized
+
+
+def normalize_alone(model: nn.Module) -> None:
+    """Makes the SyncBatchNorms of a copy, which no other process runs, wait for none."""
+    for module in model.modules():
+        if type(module) is nn.SyncBatchNorm:
+            module.__class__ = _NormAlone
 
 
 def fake_inputs(inputs: Any, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Any:

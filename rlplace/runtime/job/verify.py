@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from rlplace.model.capture.fake import computed_values
+from rlplace.model.capture.fake import computed_values, normalize_alone
 from rlplace.model.capture.inputs import split_inputs
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.strategy import MEAN, SUM, Strategy
@@ -57,6 +57,7 @@ class Reference:
     slack: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        normalize_alone(self.model)
         self.parameters = dict(self.model.named_parameters())
 
     @property
@@ -105,8 +106,9 @@ class Reference:
                 weight = 1.0 if strategy.reduction == SUM else float(one.counted(targets, self.device))
                 (loss * weight).backward()  # type: ignore[no-untyped-call]
                 total, counted = total + float(loss.detach()) * weight, counted + weight
-            for value, old in zip(norms, before, strict=True):
-                value.copy_(old if replica else value)
+            if replica:
+                for value, old in zip(norms, before, strict=True):
+                    value.copy_(old)
         if strategy.reduction == SUM:
             return total
         for parameter in self.parameters.values():

@@ -199,7 +199,7 @@ class StrategyModel(DistributedModel):
         parts = [output for made in (gathered.values() if len(wanted) > 1 else [gathered[own]]) for output in made]
         sizes = [size for replica in wanted for size in replicas[replica].sizes]
         strange = strange_in(parts[0][0])
-        if strange is not None and len(parts) > 1:  # such as a cache
+        if strange is not None and len(parts) > 1:
             raise InputError(
                 f"the model returns a {type(strange).__name__}, whose parts of a batch cannot be joined; return a tuple, a "
                 "dict or a dataclass"

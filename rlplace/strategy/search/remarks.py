@@ -56,6 +56,7 @@ def in_fp16(graph: OpGraph) -> OpGraph:
 def fp16_step_s(problem: SearchProblem, draft: Draft, graphs: tuple[OpGraph, OpGraph | None], **pricing: Any) -> float:
     """Returns seconds of a draft's step in float16, by the finest executor; other arguments are those of `PricedBlocks`."""
     first, other = graphs
+    pricing["statistics"] = problem.settings.get("statistics", "replica")
     blocks = PricedBlocks(in_fp16(first), problem.cluster, other and in_fp16(other), **pricing)
     return OpLevel(dataclasses.replace(problem, scores=DraftEvaluator(blocks, problem.cluster))).evaluate(draft).step_time_s
 

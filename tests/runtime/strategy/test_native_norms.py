@@ -142,6 +142,21 @@ def test_replicas_of_shares_normalize_together():
         torch.testing.assert_close(kept, {name: model.state_dict()[name] for name in kept}, rtol=1e-11, atol=1e-11)
 
 
+def synchronized():
+    strategy = flat({"replicate": 2}, 0, "replica")
+    native = prepare(nn.SyncBatchNorm.convert_sync_batchnorm(normed()), strategy, {"input": images(strategy)[:4]})
+    for _ in range(STEPS):
+        native.zero_grad()
+        native.step({"input": images(strategy)}, square)
+    return state_of(native)
+
+
+def test_a_model_with_synchronized_norms_normalizes_by_all_samples_on_processors():
+    for found in run(2, synchronized):
+        for made, wanted in zip(found, expected(flat({"replicate": 2}, 0, "batch"), 0.1), strict=True):
+            torch.testing.assert_close(made, wanted, rtol=1e-11, atol=1e-11)
+
+
 def in_two_stages_of_replicas():
     strategy = two_stages({"replicate": 2})
     together = Strategy.from_dict(strategy.to_dict() | {"statistics": "batch"})

@@ -1,11 +1,12 @@
-"""Model types of transformers over two processes: shares of parameters, and two stages, with the plain model's gradients.
+"""Model types of transformers over two processes: replicas, shares of parameters and two stages, with gradients compared.
 
     python -m benchmarks.types_runs                 all types that train and have no such figures yet
     python -m benchmarks.types_runs bert clip       these types, again
 
-A type's model, as its row of `benchmarks/types.py` says it, is planned twice for a step of four samples: with parameters shared
-by two devices, and as a pipeline of two stages. Both plans run over two gloo processes by `rlplace.distribute`, whose loss and
-gradients must be the mean of what the plain model finds on either half of the batch: a replica's half, or a micro-batch.
+A type's model, as its row of `benchmarks/types.py` says it and with the caches that its constructor turns on, is planned three
+times for a step of four samples: as two replicas, with parameters shared by two devices, and as a pipeline of two stages. The
+plans run over two gloo processes by `rlplace.distribute`, whose loss and gradients must be the mean of what the plain model
+finds on either half of the batch: a replica's half, or a micro-batch.
 Figures are entered into the rows; `python -m benchmarks.types --table` shows them.
 """
 
@@ -23,6 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 import rlplace
@@ -39,7 +41,11 @@ from rlplace.model.graph.opgraph import OpGraph
 from rlplace.model.zoo import LoadedModel, load_model
 from rlplace.runtime.strategy.facts import facts_of
 
-WAYS = {"shares": "pipeline=1 shard=2 sharding=3", "stages": "pipeline=2 replicate=1 shard=1 tensor=1"}
+WAYS = {
+    "replicas": "pipeline=1 shard=1 tensor=1",
+    "shares": "pipeline=1 shard=2 sharding=3",
+    "stages": "pipeline=2 replicate=1 shard=1 tensor=1",
+}
 """By name, what `place` may choose from."""
 
 CALLS = 60
@@ -95,6 +101,13 @@ def over_two(model: LoadedModel, graph: OpGraph, wanted: Any, space: str) -> flo
     return first["line"] if first["refused"] else f"{first['error']}: {first['line']}"
 
 
+def with_caches(model: nn.Module) -> None:
+    """Gives configurations their library's default of ``use_cache``, as in a file where a constructor builds the model."""
+    for config in {id(one): one for one in (vars(part).get("config") for part in model.modules())}.values():
+        if hasattr(config, "use_cache"):
+            config.use_cache = getattr(type(config)(), "use_cache", False)
+
+
 def look(row: Row) -> Row:
     """Finds what either way gives for the model of a row."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -104,6 +117,7 @@ def look(row: Row) -> Row:
         torch.manual_seed(0)
         model = load_model(row["model"], batch=2 * BATCH, seq=LONG, device="cpu")
         without_dropout(model.module)
+        with_caches(model.module)
         graph, wanted = capture(model.module, half(model.example_inputs, 0), loss=model.loss), plain(model)
     except Exception as error:
         return dict.fromkeys(WAYS, reason(error))

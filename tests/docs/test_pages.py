@@ -61,7 +61,7 @@ def test_pages_run(part, tmp_path):
     assert done.returncode == 0, done.stdout
     codes = [json.loads(line)["code"] for line in done.stdout.splitlines() if line.startswith('{"page"')]
     failed = [
-        f"{name} ({code}):\n{(tmp_path / str(number) / 'output.txt').read_text()[-1500:]}"
+        f"{name} ({code}):\n{(tmp_path / str(number) / 'output.txt').read_text()[-6000:]}"
         for number, (name, code) in enumerate(zip(names, codes, strict=True))
         if code
     ]

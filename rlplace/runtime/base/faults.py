@@ -32,7 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from rlplace.errors import InputError, MissingError, RlplaceError
 from rlplace.runtime.base import activity
-from rlplace.runtime.base.ranks import attempt, default_timeout_s, one_line
+from rlplace.runtime.base.ranks import attempt, default_timeout_s, end_group, one_line
 from rlplace.runtime.torch_adapter import default_store
 
 _TIMED_OUT = ("timed out", "timeout")
@@ -155,7 +155,7 @@ def watch_over(part: str = "") -> None:
     if _earlier_hook is not None:
         return
     _earlier_hook, sys.excepthook = sys.excepthook, _hook
-    atexit.register(_leave)
+    atexit.register(_at_exit)
     with contextlib.suppress(ValueError):  # not the main thread
         if dist.get_backend() == "gloo" and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _terminated)
@@ -296,6 +296,13 @@ def _leave() -> None:
     if _job is not None and not _job.reported:
         with contextlib.suppress(RuntimeError):
             _job.put(f"ended/{_job.rank}", {})
+
+
+def _at_exit() -> None:
+    """Leaves, and ends gloo's groups, whose threads can abort an interpreter that ends before them."""
+    _leave()
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        end_group()
 
 
 def _exit(code: int) -> NoReturn:

@@ -274,3 +274,10 @@ def test_elastic_restart_continues_from_the_last_checkpoint(tmp_path):
 )
 def test_who_is_to_blame(source_of, others, culprit):
     assert faults.blamed(0, source_of, others) == culprit
+
+
+def test_the_end_of_a_program_ends_its_groups():
+    """A script of a user's need not: threads of gloo that outlive the interpreter abort it (SIGABRT at the very end)."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    faults._at_exit()
+    assert not dist.is_initialized()

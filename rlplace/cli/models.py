@@ -206,11 +206,16 @@ def costs_of(options: ModelOptions, *machines: Cluster) -> CostTable | str | Non
 
 
 def basis_words(kinds: Mapping[str, Mapping[str, float]]) -> str:
-    """Returns the basis of op times in words: per device kind the share of the step by basis."""
-    return "; ".join(
-        f"{kind} " + ", ".join(f"{100 * share:.0f} % {basis}" for basis, share in shares.items())
-        for kind, shares in kinds.items()
-    )
+    """Returns the basis of op times in words: per device kind the share of the step by basis, and what a preset rests on."""
+    from rlplace.cluster.presets import SOURCES
+    from rlplace.cost.scaled import base_name
+
+    def words(kind: str, shares: Mapping[str, float]) -> str:
+        found = f"{kind} " + ", ".join(f"{100 * share:.0f} % {basis}" for basis, share in shares.items())
+        how = SOURCES[base_name(kind)].products.partition(":")[0] if base_name(kind) in SOURCES else "measured"
+        return found if how == "measured" or "scaled" not in shares else f"{found} (rates of products: {how})"
+
+    return "; ".join(words(kind, shares) for kind, shares in kinds.items())
 
 
 def compile_first(space: str = "placement") -> None:

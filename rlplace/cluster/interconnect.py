@@ -120,8 +120,7 @@ def build_fabrics(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Se
             continue  # sixteen V100 on a switch: no table was published
         rate = kinds[devices[0]].nvlink_bytes_per_s
         pairs = [(i, j, _CUBE[slots[i]][slots[j]] * rate) for i in devices for j in devices if i < j] if cube else []
-        curves, source = FAMILIES[name]
-        fabrics.append(Fabric(tuple(devices), curves, "fitted", source, tuple(pair for pair in pairs if pair[2] > 0)))
+        fabrics.append(Fabric(tuple(devices), *FAMILIES[name], tuple(pair for pair in pairs if pair[2] > 0)))
     return tuple(fabrics)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -23,11 +24,15 @@ from rlplace.cluster.parse import Cluster, assemble, default_host
 from rlplace.cluster.presets import KINDS, DeviceKind, cpu_kind
 from rlplace.errors import InputError, MissingError
 
-# Fragments of device names as drivers report them, the more specific first.
-_NAMES = (
-    ("h200", "h200"), ("h100", "h100"), ("a100", "a100-80g"), ("v100", "v100"), ("mi300x", "mi300x"), ("rtx 4090", "rtx4090"),
-    ("rtx 3090", "rtx3090"), ("titan rtx", "titan-rtx"), ("tesla t4", "t4"), ("nvidia t4", "t4"), ("nvidia l4", "l4"),
-)  # fmt: skip
+# Words of device names as drivers report them; a card of the same name with one of `_OTHER_CARD` behind it is another one.
+_NAMES = {
+    "a100": "a100-80g", "tesla t4": "t4", "nvidia t4": "t4", "nvidia l4": "l4", "rtx a6000": "a6000", "titan rtx": "titan-rtx",
+    "rtx 2080 ti": "rtx2080ti", "rtx 6000 ada": "rtx6000-ada", "rtx pro 6000": "rtx-pro-6000",
+    **{f"rtx {number}": f"rtx{number}" for number in (3060, 3090, 4080, 4090, 5080, 5090)},
+    **dict.fromkeys(("v100", "a800", "h100", "h200", "h800", "h20", "gh200", "b200", "b300", "gb200", "a10", "a10g", "l40",
+                     "l40s", "mi300x", "mi325x", "mi355x")),
+}  # fmt: skip
+_OTHER_CARD = ("ti", "super", "laptop", "d", "max")
 _A100_SMALL_BYTES = 60_000_000_000
 
 
@@ -67,9 +72,10 @@ def kind_from_name(name: str, memory_bytes: int) -> DeviceKind:
     Raises:
         MissingError: No preset describes the device.
     """
-    low = name.lower()
-    preset = next((kind for fragment, kind in _NAMES if fragment in low), None)
-    if preset is None or (preset == "l4" and "l4" not in low.replace("-", " ").split()):
+    words = " ".join(name.lower().replace("-", " ").split())
+    other = "|".join(_OTHER_CARD)
+    preset = next((_NAMES[card] or card for card in _NAMES if re.search(rf"\b{card}\b(?! ({other})\b)", words)), None)
+    if preset is None:
         raise MissingError(
             f"device {name[:80]!r} has no preset (known: {', '.join(sorted(KINDS))}); "
             "describe it in a cluster TOML file as a [[kind]]"

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, field
 
 from rlplace import plugins as extensions
-from rlplace.cluster.fabric import CollectiveCurve, Piece, joined_curve
+from rlplace.cluster.fabric import Basis, CollectiveCurve, Fabric, Piece, joined_curve
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.limits import MAX_BYTES
 from rlplace.records import Record, Text, build, check
@@ -73,16 +73,33 @@ def _nvlink4() -> tuple[CollectiveCurve, ...]:
 _VTRAIN = (
     "all-reduce tables of vTrain (MICRO 2024, github.com/VIA-Research/vTrain, MIT), fitted on 1, 4, 8, 32, 128, 512, 1024 MB"
 )
-FAMILIES: dict[str, tuple[tuple[CollectiveCurve, ...], str]] = {
-    "nvlink2": (_NVLINK2, f"V100 {_VTRAIN}"),
-    "nvlink3": (_NVLINK3, f"A100 {_VTRAIN}"),
-    "nvlink4": (_nvlink4(), "H200 bus bandwidths of ml-engineering (S. Bekman), latencies of NCCL 2.27 tuning logs"),
+FAMILIES: dict[str, tuple[tuple[CollectiveCurve, ...], Basis, str]] = {
+    "nvlink2": (_NVLINK2, "fitted", f"V100 {_VTRAIN}"),
+    "nvlink3": (_NVLINK3, "fitted", f"A100 {_VTRAIN}"),
+    "nvlink4": (_nvlink4(), "fitted", "H200 bus bandwidths of ml-engineering (S. Bekman), latencies of NCCL 2.27 tuning logs"),
     "xgmi": (
         tuple(CollectiveCurve(size, (Piece(0.0, *pair),), algorithm="ring") for size, pair in _XGMI.items()),
+        "fitted",
         "MI300X bus bandwidths of ml-engineering (S. Bekman), latency from NCCL constants",
     ),
 }
-"""Interconnect generations by name: fitted curves, and their source; both as in `Fabric`."""
+"""Interconnect generations by name: curves, their basis and their source; all as in `Fabric`."""
+
+
+def _scaled(like: str, times: float, why: str) -> tuple[tuple[CollectiveCurve, ...], Basis, str]:
+    """Returns the family of links so many times as fast as those of another: a message of S bytes takes what S / times took."""
+    base = Fabric((0, 1), *FAMILIES[like]).slower(1 / times, size=times)
+    return base.curves, "datasheet", f"{why}, else as {like}: {base.source}"
+
+
+_NVLINK5_SOURCE = "838 instead of 473 GB/s for all-reduces of eight devices (github.com/NVIDIA/nccl/issues/1807)"
+FAMILIES |= {
+    "nvlink3-400": _scaled("nvlink3", 200 / 300, "links of 200 instead of 300 GB/s"),
+    "nvlink4-400": _scaled("nvlink4", 200 / 450, "links of 200 instead of 450 GB/s"),
+    "nvlink5": _scaled("nvlink4", 838 / 473, _NVLINK5_SOURCE),
+    "xgmi4": _scaled("xgmi", 76.8 / 64, "links of 76.8 instead of 64 GB/s"),
+    "gaudi3": _scaled("xgmi", 75 / 64, "links of 75 instead of 64 GB/s"),
+}
 
 
 DType = Literal["float64", "float32", "tf32", "float16", "bfloat16"]
@@ -185,15 +202,38 @@ def cpu_kind(cores: int, memory_bytes: int, name: str = "cpu") -> DeviceKind:
     )
 
 
-def _built_in() -> dict[str, DeviceKind]:
-    """Returns the kinds of ``presets.toml``, where their sources stand, and a server's processor."""
+class PresetSource(Record, frozen=True):
+    """Origin of a preset's numbers, as ``presets.toml`` tells it.
+
+    Attributes:
+        datasheet: Where peaks, memory and rates of links are published.
+        products: Sustained fractions of matrix products: measured (this card, by others), related (a card of the same chip or
+            generation) or assumed; then how.
+        links: Usable rates of links, in the same words.
+    """
+
+    datasheet: Text
+    products: Annotated[str, Meta(pattern="^(measured|related|assumed): .")]
+    links: Annotated[str, Meta(pattern="^(measured|related|assumed): .")]
+
+
+def _built_in() -> tuple[Mapping[str, DeviceKind], Mapping[str, PresetSource]]:
+    """Returns the kinds of ``presets.toml`` and a server's processor, and the origin of their numbers."""
     data = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
+    told = ("datasheet", "products", "links")
+    sources = {name: build(PresetSource, {key: fields.pop(key) for key in told}, name) for name, fields in data.items()}
     kinds = {name: build(DeviceKind, {"name": name, **fields}, name) for name, fields in data.items()}
-    return {**kinds, "cpu": cpu_kind(32, 256_000_000_000)}
+    words = "32 cores at 2.5 GHz with two 256-bit FMA units, eight channels of DDR5"
+    sources["cpu"] = PresetSource(words, "assumed: `rlplace calibrate` measures", "assumed: copies in memory")
+    kinds["cpu"] = cpu_kind(32, 256_000_000_000)
+    return MappingProxyType(kinds), MappingProxyType(sources)
 
 
-KINDS: Mapping[str, DeviceKind] = MappingProxyType(_built_in())
+KINDS: Mapping[str, DeviceKind]
 """All built-in kinds by name."""
+SOURCES: Mapping[str, PresetSource]
+"""Origin of their numbers, by name."""
+KINDS, SOURCES = _built_in()
 
 RESERVED = ("host",)
 """Names with another meaning in the text of a cluster."""

@@ -32,7 +32,7 @@ from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.calls import Calls, calls_of, op_codes, op_directions, op_launches, op_sizes
 from rlplace.cost.curve import BASES, DIMS, DIRECTIONS, Curve, Sizes, extrapolates
 from rlplace.cost.foreign import as_costs, modelled_seconds
-from rlplace.cost.scaled import base_name, datasheet_curve, find_curve, precision_of, seconds_on, tf32_classes
+from rlplace.cost.scaled import base_name, datasheet_curve, emulated, find_curve, precision_of, seconds_on, tf32_classes
 from rlplace.cost.table import HOST_MODES, CostTable, Key, KindCosts
 from rlplace.errors import unknown_name
 from rlplace.model.graph.opgraph import OP_KINDS, UPDATE, OpGraph
@@ -201,6 +201,7 @@ def _call_seconds(
             curve = msgspec.structs.replace(
                 curve, basis="scaled", source=f"{calls.dtypes[dtype]} from {precision}: {curve.source}"
             )
+        curve = emulated(curve, kind, op, calls.dtypes[dtype])
         seconds[rows] = _row_seconds(calls, rows, curve, precision, kind)
         basis[rows], which[rows] = BASES.index(curve.basis), len(curves)
         if curve.basis == "fitted" and curve.residual is not None:

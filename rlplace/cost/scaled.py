@@ -67,7 +67,10 @@ CLASSES: dict[str, OpClass] = {
 TF32_CLASSES = ("conv", "recurrent")
 """Classes that cuDNN runs; its tf32 is on by default, that of matrix products is off."""
 
-RELATED: Mapping[str, str] = {"h100": "h200", "h200": "a100-80g"}
+RELATED: Mapping[str, str] = {
+    "h100": "h200", "h800": "h200", "gh200": "h200", "b200": "h200", "b300": "h200", "gb200": "h200", "h200": "a100-80g",
+    "a800": "a100-80g",
+}  # fmt: skip
 """Whose fitted fractions a kind borrows where it has none of its own: the same chip, or the nearest one with a full power
 budget. Leaving one device out (docs/cost-model/accuracy.md) shows what that is worth; power-limited cards lend none."""
 
@@ -81,7 +84,7 @@ SXM, from 9 us to 10 ms, many of them bound by memory, are off by 6 % with these
 below 30 us came out 57 % too slow (github.com/waynehacking8/blackwell-tensorcore-kernels, results/reference/deepgemm.txt)."""
 
 _HOPPER_ATTENTION = 0.46  # of the plain product: causal FlashAttention-2, 250 to 335 TFLOP/s from 2,048 to 16,384 positions
-_ATTENTION = {"h100": _HOPPER_ATTENTION, "h200": _HOPPER_ATTENTION}
+_ATTENTION = dict.fromkeys(("h100", "h200", "h800", "gh200"), _HOPPER_ATTENTION)
 
 
 def tf32_classes(graph: OpGraph) -> Collection[str]:
@@ -97,6 +100,19 @@ def precision_of(kind: DeviceKind, op: str, dtype: str, tf32: Collection[str] = 
     if dtype == "float32" and op in tf32 and "tf32" in kind.peak_flops:
         return "tf32"
     return dtype if dtype in kind.peak_flops else "float32"
+
+
+EMULATED = 0.6
+"""Rate of matrix products in a 16-bit type without units, as a part of their float32 rate: their inputs and outputs are
+converted. torch.matmul in bfloat16 beside float32, best of sizes up to 10240 (github.com/zzc0721/torch-performance-test-data):
+V100S 9.9 of 13.6 TFLOP/s, T4 2.3 to 2.5 of 4.2 to 4.4, RTX 2080 5.1 of 9.2."""
+
+
+def emulated(curve: Curve, kind: DeviceKind, op: str, dtype: str) -> Curve:
+    """Returns the curve of products in a 16-bit type: slower than float32 where the kind has no units and no timings."""
+    lacks = CLASSES[op].matrix and dtype in ("float16", "bfloat16") and dtype not in kind.peak_flops
+    slower = msgspec.structs.replace(curve, compute_efficiency=EMULATED * curve.compute_efficiency)
+    return slower if lacks and curve.basis == "scaled" else curve
 
 
 def peak_of(kind: DeviceKind, precision: str) -> float:

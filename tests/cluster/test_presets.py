@@ -7,6 +7,7 @@ import pytest
 
 from rlplace.cluster import KINDS, Cluster, parse
 from rlplace.cluster import machines as module
+from rlplace.cluster.collectives import collective_s
 from rlplace.cluster.interconnect import parse_network
 from rlplace.errors import InputError, MissingError
 
@@ -137,6 +138,45 @@ def test_equal_clusters_have_equal_fingerprints():
     assert Cluster.preset("l4:2").fingerprint != Cluster.preset("t4:2").fingerprint
 
 
+# Processors, boost clock in MHz, FLOPs a clock of one processor in fp32 and half precision (NVIDIA's architecture whitepapers:
+# 128 fp32 lanes, 64 on Turing; tensor cores with fp32 accumulation, at half rate on GeForce and some server cards).
+CLOCKS = {
+    "a10": (72, 1695, 256, 1024), "a10g": (80, 1710, 256, 512), "a6000": (84, 1800, 256, 1024), "l40": (142, 2490, 256, 512),
+    "l40s": (142, 2520, 256, 1024), "rtx6000-ada": (142, 2505, 256, 1024), "rtx-pro-6000": (188, 2617, 256, 1024),
+    "rtx5090": (170, 2407, 256, 512), "rtx5080": (84, 2617, 256, 512), "rtx4090": (128, 2520, 256, 512),
+    "rtx4080": (76, 2505, 256, 512), "rtx3090": (82, 1695, 256, 512), "rtx3060": (28, 1777, 256, 512),
+    "rtx2080ti": (68, 1635, 128, 512), "titan-rtx": (72, 1770, 128, 1024), "a800": (108, 1410, 128, 2048),
+    "h800": (132, 1830, 256, 4096), "gh200": (132, 1830, 256, 4096), "h20": (78, 1830, None, 1024),
+    "mi300x": (304, 2100, 256, 2048), "mi325x": (304, 2100, 256, 2048), "mi355x": (256, 2400, 256, 4096),
+    "gaudi3": (8, 1600, None, 2 * 256 * 256),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLOCKS)
+def test_peaks_are_processors_times_clock_times_width(name):
+    processors, mhz, single, half = CLOCKS[name]
+    kind = KINDS[name]
+    assert name == "gaudi3" or kind.processors == processors  # eight matrix engines beside 64 vector processors
+    assert kind.peak_flops["float16" if "bfloat16" not in kind.peak_flops else "bfloat16"] == pytest.approx(
+        processors * mhz * 1e6 * half, rel=0.02
+    )
+    if single is not None:
+        assert kind.peak_flops["float32"] == pytest.approx(processors * mhz * 1e6 * single, rel=0.09)  # fp32 may clock higher
+
+
+def test_capped_links_slow_collectives_by_their_rate():
+    size = 1 << 33
+    seconds = {
+        name: collective_s(Cluster.preset(f"{name}:8").links, "all_reduce", range(8), size)
+        for name in ("a100-80g", "a800", "h200", "h800", "b200")
+    }
+    assert seconds["a800"] / seconds["a100-80g"] == pytest.approx(300 / 200, rel=0.01)
+    assert seconds["h800"] / seconds["h200"] == pytest.approx(450 / 200, rel=0.01)
+    assert 2 * 7 / 8 * size / seconds["b200"] == pytest.approx(838e9, rel=0.03)  # published
+    basis = {name: Cluster.preset(f"{name}:8").links.fabrics[0].basis for name in ("h200", "h800")}
+    assert basis == {"h200": "fitted", "h800": "datasheet"}
+
+
 def fake_cuda(monkeypatch, names, memory=80_000_000_000, peers=True):
     import torch
 
@@ -159,6 +199,15 @@ def fake_cuda(monkeypatch, names, memory=80_000_000_000, peers=True):
         ("NVIDIA L4", "l4"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA A800 80GB PCIe", "a800"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+        ("NVIDIA GeForce RTX 2080 Ti", "rtx2080ti"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA L40S", "l40s"),
     ],
 )
 def test_driver_names(name, kind):
@@ -172,7 +221,10 @@ def test_small_a100_is_told_from_large():
     assert module.kind_from_name("NVIDIA A100-SXM4-40GB", 42_000_000_000).name == "a100-40g"
 
 
-@pytest.mark.parametrize("name", ["NVIDIA L40S", "Quadro K2000", "NVIDIA L400"])
+@pytest.mark.parametrize(
+    "name",
+    ["NVIDIA L4000", "Quadro K2000", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3060 Ti", "Quadro RTX 6000"],
+)
 def test_unknown_device_says_what_to_do(name):
     with pytest.raises(MissingError, match="TOML"):
         module.kind_from_name(name, 1)

@@ -426,3 +426,13 @@ def test_half_precision_is_faster_where_there_are_units_for_it():
     v100 = KINDS["v100"]
     half, full = (product(4096, 4096, 4096, kind=v100, dtype=d)[1][0] for d in ("bfloat16", "float32"))
     assert half == full
+
+
+@pytest.mark.parametrize("name, bf16, fp32", [("v100", 9.6, 14.0), ("t4", 2.46, 4.17), ("rtx2080ti", 5.14, 9.23)])
+def test_bfloat16_without_units_is_slower_than_float32_as_published(name, bf16, fp32):
+    size = dict.fromkeys("mnk", 8192)
+    half, full = (
+        explain_times(one_op("gemm", flops=2.0 * 8192**3, size_bytes=8 * 8192**2, dtype=dtype, **size), KINDS[name]).device_s[0]
+        for dtype in ("bfloat16", "float32")
+    )
+    assert full / half == pytest.approx(bf16 / fp32, rel=0.2)

@@ -10,6 +10,7 @@ import pytest
 from msgspec import Meta
 
 import rlplace
+from rlplace.cluster import KINDS
 from rlplace.cost import CostTable
 from rlplace.records import Record
 from rlplace.strategy.search.efficiency import BatchCurve
@@ -17,6 +18,14 @@ from tests.docs import doc_pages
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs/_ext"))
 import format_tables
+from generated_pages import presets
+
+
+def test_every_preset_has_a_row_that_says_what_it_rests_on():
+    rows = presets().splitlines()
+    assert len(rows) == 2 + len(KINDS)
+    assert any(row.startswith("| `a6000` | 154.8, 38.7 | 48, 768 | PCIe 4 | ") and "; measured: " in row for row in rows)
+    assert any(row.startswith("| `rtx2080ti` | -, 14.2 | 11, 616 | PCIe 3 staged | ") for row in rows)
 
 
 def test_every_key_has_a_row_and_a_meaning():

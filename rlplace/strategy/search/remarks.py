@@ -42,7 +42,7 @@ def bf16_note(graph: OpGraph, kinds: Iterable[str], step_s: float | None = None,
     """Returns the note on kinds of `without_bf16`, with seconds of a step, and of the same in float16, where both are known."""
     names = ", ".join(kinds)
     option = "--autocast fp16" if graph.capture.get("autocast") == BF16 else "--dtype fp16"
-    note = f"{names}: no bfloat16 units, so products in bf16 run at the float32 rate; "
+    note = f"{names}: no bfloat16 units, so products in bf16 are emulated at less than the float32 rate; "
     if step_s is None or fp16_s is None:
         return f"{note}{option} plans in the type that it has units for"
     return f"{note}in fp16 the same strategy takes {ms(fp16_s)} ms, {step_s / fp16_s:.2f} times as fast; {option} plans for it"

@@ -8,6 +8,7 @@ lists, which are recorded as ops. A strategy may name larger modules: a named mo
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -117,6 +118,7 @@ class Observed(NamedTuple):
     # whether parameters may get no gradient, as those of an expert without tokens or of a teacher under `no_grad`
     unreached: bool
     branches: bool = False  # whether the forward reads values outside of units
+    reused: str | None = None  # a parameter that ops of one unit read several times, with or without others between
 
 
 def observe(model: nn.Module, inputs: Batch, found: Mapping[str, nn.Module]) -> Observed:
@@ -152,19 +154,22 @@ class _Reads(TorchFunctionMode):
     Attributes:
         running: Units whose forward runs, the innermost last.
         outside: Units whose parameters were read.
+        uses: How often ops of a unit read a parameter, by both.
         lost: A hook on an activation outside of units, or a change of what is trained.
     """
 
     def __init__(self, units_of: dict[int, str]) -> None:
         super().__init__()
         self._units_of, self.running, self.outside = units_of, list[str](), set[str]()
+        self.uses = Counter[tuple[str, int]]()
         self.lost: str | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.__name__ != "__get__":  # its dtype, say
             leaves = pytree.tree_leaves((args, kwargs))
-            read = {self._units_of.get(id(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)}
-            self.outside |= {unit for unit in read if unit is not None and unit not in self.running}
+            read = {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)} & self._units_of.keys()
+            self.uses.update((self.running[-1] if self.running else "", parameter) for parameter in read)
+            self.outside |= {self._units_of[parameter] for parameter in read} - set(self.running)
         changed = loses(function, args, kwargs)
         if changed is not None and (not self.running or changed == TOGGLES):
             self.lost = self.lost or changed
@@ -200,8 +205,10 @@ def _observe(model: nn.Module, inputs: Any, found: Mapping[str, nn.Module], mode
     finally:
         for hook in hooks:
             hook.remove()
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    return Observed(results, calls, reads.outside, reads.lost, checkpoints.called, not trained <= _reached(output))
+    trained = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    reused = next((trained[one] for (_, one), times in reads.uses.items() if times > 1 and one in trained), None)
+    unreached = not trained.keys() <= _reached(output)
+    return Observed(results, calls, reads.outside, reads.lost, checkpoints.called, unreached, reused=reused)
 
 
 def _reached(output: Any) -> set[int]:

@@ -126,7 +126,7 @@ def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
         return replace(model_facts(model, tensor, str(error)), handed=handed, branches=seen.branches)
     trained = (any(value.requires_grad for value in stage.taken) for stage in stages)
     untrained = tuple(block for block, flows in zip(blocks, trained, strict=True) if not flows)
-    facts = replace(model_facts(model, tensor), blocks=blocks, untrained=untrained, handed=handed)
+    facts = replace(model_facts(model, tensor), blocks=blocks, untrained=untrained, handed=handed, reused=seen.reused)
     return replace(facts, no_samples=_no_samples(stages, inputs))
 
 

@@ -26,8 +26,6 @@ from rlplace.runtime.strategy.cut import StageGraph
 from rlplace.runtime.strategy.mesh import MeshPlace
 from rlplace.runtime.torch_adapter import joined_parameter_groups
 
-_DENSE = torch.contiguous_format
-
 
 class Recorded(NamedTuple):
     """The stages for inputs of one signature."""
@@ -59,19 +57,23 @@ class StageModule(nn.Module):
         return self.run(self.at, taken)
 
 
-class _Join(torch.autograd.Function):
-    """A value, as if another were behind it: a split backward has no gradients for weights behind values without inputs."""
+class _Sent(torch.autograd.Function):
+    """The tensor that a stage sends: it shares the storage of a value and can be detached in place.
+
+    A split backward detaches what was sent before it computes the gradients of weights, which may need the value, and it has no
+    gradients for weights behind values without inputs: those get an input as `anchor`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        return value.clone()
+    def forward(ctx: Any, value: torch.Tensor, anchor: torch.Tensor | None) -> torch.Tensor:
+        return value.data
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         return gradient, None
 
 
-_join: Callable[..., torch.Tensor] = _Join.apply
+_sent: Callable[..., torch.Tensor] = _Sent.apply
 
 
 def _stands_alone(value: torch.Tensor, taken: Sequence[torch.Tensor]) -> bool:
@@ -299,10 +301,9 @@ class PipelineRun:
                     f"native: stage {number} of {len(recorded.stages)} computes a cross-entropy, and targets are counted on "
                     "the last; cut elsewhere, or plan with pipeline=1"
                 )
-            # A split backward detaches what was sent, which torch does not do with views.
             trained = [value for value in taken if value.requires_grad]
-            values = (_join(value, trained[0]) if trained and _stands_alone(value, trained) else value for value in values)
-            return tuple(value.clone(memory_format=_DENSE) if value._is_view() else value.contiguous() for value in values)
+            anchors = (trained[0] if trained and _stands_alone(value, trained) else None for value in values)
+            return tuple(_sent(value.contiguous(), anchor) for value, anchor in zip(values, anchors, strict=True))
 
         for number, root in self._roots.items():
             root.body, root.run = recorded.bodies[number], partial(run, number)

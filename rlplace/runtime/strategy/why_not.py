@@ -122,6 +122,7 @@ class ModelFacts:
     # blocks that no gradient flows back from, such as the first that is trained behind frozen ones
     untrained: tuple[str, ...] = ()
     recurrent: str | None = None  # path of a recurrent layer
+    reused: str | None = None  # a parameter that ops of one block read several times
     branches: bool = False  # the forward reads values outside of blocks, and may call others for other samples
     handed: str | None = None  # a block that gets an object with a state, such as a cache
     no_gather: str | None = None  # why replicas cannot gather the values that a loss reads
@@ -294,8 +295,8 @@ def _hooks(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
             f"a schedule that splits the backward would call the hooks of {facts.backward_hooks[0]} twice; take another, such "
             f"as {ONE_F_ONE_B}"
         )
-    if facts.recurrent is not None and splits:
-        yield f"a schedule that splits the backward goes through {facts.recurrent} twice; take {ONE_F_ONE_B}, say"
+    if (twice := facts.recurrent or facts.reused) is not None and splits:
+        yield f"a schedule that splits the backward goes through {twice} twice; take {ONE_F_ONE_B}, say"
     if facts.recurrent is not None and any("selective" in stage.recompute.values() for stage in stages):
         yield (
             f"selective recomputation keeps products that {facts.recurrent} writes to in place, and gradients would be others; "

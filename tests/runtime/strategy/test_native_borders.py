@@ -40,12 +40,15 @@ class Mixed(nn.Module):
 
 
 class Relayed(nn.Module):
-    """Hands on an encoder's output beside what is made of it; two stages share a weight, and `spare` is never called."""
+    """Hands on an encoder's output beside what a norm, which saves it, makes of it.
+
+    Two stages share a weight, and `spare` is never called.
+    """
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm, self.gates, self.second = nn.Linear(4, 4), nn.LayerNorm(4), Gates(), nn.Linear(4, 4)
+        self.first, self.norm, self.gates, self.second = nn.Linear(4, 4), nn.LayerNorm(4), Gates(), nn.LayerNorm(4)
         self.third, self.mixed, self.head, self.spare = nn.Linear(4, 4), Mixed(), nn.Linear(3, 1), nn.Linear(4, 4)
         self.third.weight = self.first.weight
         self.double()

@@ -57,6 +57,26 @@ def test_position_bias_leaves_attention_whole():
     assert "may mix positions" in facts.tensor.no_sequence
 
 
+class Again(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.outer, self.inner = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.outer(self.inner(self.outer(x).tanh()).tanh())
+
+
+def test_what_a_block_calls_again_is_no_split_backward():
+    """As ALBERT's only layer: torch frees what the first gradient of a weight used, and the second needs."""
+    facts = examine(nn.Sequential(nn.Linear(8, 8), Again()), {"input": torch.zeros(2, 8)})
+    assert facts.reused == "1.outer.weight"
+    chain = [{"blocks": [name], "devices": [device]} for device, name in enumerate(facts.blocks)]
+    data = {"batch": 4, "microbatch": [1], "microbatches": [4], "stages": chain}
+    assert why_not(Strategy.from_dict({**data, "schedule": "1f1b"}), facts) is None
+    split = Strategy.from_dict({**data, "schedule": "interleaved_zero_bubble"})
+    assert "goes through 1.outer.weight twice" in why_not(split, facts)
+
+
 class Alternating(nn.Module):
     """Draws numbers for a whole value while it works on parts that it draws numbers for, too."""
 

@@ -28,6 +28,9 @@ _LEAVES = (torch.Tensor, type(None), bool, int, float, str, torch.dtype)
 IGNORED = -100
 """The target that torch and transformers ignore."""
 
+COUNT = "num_items_in_batch"
+"""Keyword of transformers' losses for the number of labels of all batches of a step, which they divide a sum by."""
+
 _COUNTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda value: value,
     "valid": lambda value: value != IGNORED,
@@ -75,11 +78,13 @@ class Targets:
 
     Attributes:
         count: Of all calls so far; float64 [] on the device of the targets after the first.
+        met: Whether a mean over targets was among the calls.
     """
 
     def __init__(self, *, thin: bool = False) -> None:
         """Starts at 0; `thin` ignores a third of the targets, by their values."""
         self.count: torch.Tensor = torch.zeros((), dtype=torch.float64)
+        self.met = False
         self._thin, self._inside = thin, contextlib.ExitStack()
 
     def __enter__(self) -> Targets:
@@ -109,9 +114,21 @@ class Targets:
             own = valid.sum(dtype=torch.float64)
         else:
             own = (weight.detach()[torch.where(valid, target, 0)] * valid).sum(dtype=torch.float64)
-        self.count = self.count.to(own.device) + own
+        self.met, self.count = True, self.count.to(own.device) + own
         total = kernel(value, target, weight, _REDUCTIONS.index("sum"), ignore_index, *smoothing)
         return total / own.clamp_min(1e-30).to(total.dtype)
+
+
+@contextlib.contextmanager
+def counting_alone(targets: Targets | None) -> Iterator[None]:
+    """Counts a loss of the model's output, which is computed inside, alone where it is a mean over targets itself."""
+    if targets is None:
+        yield
+        return
+    before, targets.met, targets.count = (targets.met, targets.count), False, torch.zeros_like(targets.count)
+    yield
+    if not targets.met:
+        targets.met, targets.count = before
 
 
 def _seen(function: Callable[..., torch.Tensor], *names: str) -> Callable[..., torch.Tensor]:
@@ -165,8 +182,17 @@ class Pass:
         """Returns a context for the forward and the loss, which counts targets where the loss is a mean over them."""
         return Targets() if self.by_targets else contextlib.nullcontext()
 
-    def counted(self, targets: Targets | None, device: torch.device) -> torch.Tensor:
-        """Returns the weight of its loss, once its forward has run: float64 [], float32 where the device has no float64."""
+    def counted(self, targets: Targets | None, device: torch.device, *, trains: bool = False) -> torch.Tensor:
+        """Returns the weight of its loss, once its forward has run: float64 [], float32 where the device has no float64.
+
+        Raises:
+            InputError: It trains by a loss that is no mean over targets, although losses count by them.
+        """
+        if trains and targets is not None and not targets.met:
+            raise InputError(
+                "native: losses count by the targets of their cross-entropies, and this loss is the mean of none; say what it "
+                "is a mean over: distribute(reduction='mean') for samples, 'sum', or an input as in 'sum:mask'"
+            )
         dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
         count = 1.0 if targets is None else targets.count.to(device, dtype)
         return torch.as_tensor(self.weight * count, dtype=dtype, device=device)

@@ -12,7 +12,6 @@ from one on one device, the reverse, or by another plan.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -30,9 +29,7 @@ from rlplace.model.capture.fake import first_names
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.base.model import DistributedModel
 from rlplace.runtime.base.ranks import one_line, wait_for_all
-from rlplace.runtime.base.steps import micro_batch
 from rlplace.runtime.job.distribute import distribute
-from rlplace.runtime.placement.forward_graph import Graphs
 from rlplace.runtime.state.optimizer_state import load_whole_optimizer_state, whole_optimizer_state
 from rlplace.runtime.state.whole import whole_state_dict
 
@@ -179,10 +176,6 @@ def use_model(accelerator: Any, model: DistributedModel) -> None:
     accelerator.save_state = accelerator.load_state = refuse
 
 
-COUNT = "num_items_in_batch"
-"""Keyword of a Trainer for the number of labels of the whole batch."""
-
-
 def distribute_trainer(trainer: Trainer, plan: PlacementPlan, **options: Any) -> DistributedModel:
     """Makes a Trainer train its model as a plan says; call it on every process, after the Trainer is made.
 
@@ -201,14 +194,11 @@ def distribute_trainer(trainer: Trainer, plan: PlacementPlan, **options: Any) ->
         InputError: Something cannot be combined with a plan, with the reason.
     """
     _refuse(trainer)
-    whole, graphs = trainer.model.train(), Graphs()
-    model = _distributed(trainer.accelerator, whole, plan, {"graphs": graphs, **options})
+    whole = trainer.model.train()
+    model = _distributed(trainer.accelerator, whole, plan, options)
     if trainer.args.device.type != "cpu" and plan.strategy is None:
         whole.to("cpu")  # the tensors that this process owns stay where they are
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
-    example = micro_batch(plan, options.get("example_inputs"))
-    sums = trainer.model_accepts_loss_kwargs and _divides_by_count(model.meta_model, *example, graphs)
-    _count_labels(trainer, model, sums)
     decaying = trainer.get_decay_parameter_names  # needs the classes of modules, which a process's own part lacks
     trainer.get_decay_parameter_names = lambda other: decaying(model.meta_model)
     use_whole_files(trainer, model)
@@ -240,24 +230,6 @@ def _refuse(trainer: Any) -> None:
     refusal = next((reason for reason, holds in reasons.items() if holds), None)
     if refusal is not None:
         raise InputError(f"distribute_trainer: {refusal}; change it, or train on one device")
-
-
-def _divides_by_count(whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], graphs: Graphs) -> bool:
-    """Returns whether the model divides its loss by the given number of labels: some take the keyword and ignore it."""
-    graph = graphs(whole, args, {**kwargs, COUNT: torch.empty((), device="meta")}, None, None)
-    return bool(graph.module.graph.find_nodes(op="placeholder")[-1].users)
-
-
-def _count_labels(trainer: Any, model: DistributedModel, sums: bool) -> None:
-    """Sums the losses of micro-batches where each is divided by the number of labels of the whole batch."""
-    original = trainer.compute_loss
-
-    def compute_loss(*args: Any, **kwargs: Any) -> Any:
-        kind = "sum" if sums and kwargs.get(COUNT) is not None else "mean"
-        with mock.patch.object(model, "batching", dataclasses.replace(model.batching, reduction=kind)):
-            return original(*args, **kwargs)
-
-    trainer.compute_loss = compute_loss
 
 
 @contextlib.contextmanager

@@ -211,8 +211,28 @@ def _observe(model: nn.Module, inputs: Any, found: Mapping[str, nn.Module], mode
     return Observed(results, calls, reads.outside, reads.lost, checkpoints.called, unreached, reused=reused)
 
 
+def reads(model: nn.Module, inputs: Batch, name: str) -> bool:
+    """Returns whether the loss of a forward depends on a number among its inputs, such as the one that it is divided by.
+
+    Raises:
+        InputError: The forward does not run on fake tensors.
+    """
+    mode = new_fake_mode()
+    fake = fake_inputs({**inputs, name: torch.ones((), requires_grad=True)}, mode)
+    try:
+        with any_dtype_grouped_mm(), torch.enable_grad(), torch.autocast("cpu", enabled=False), mode:
+            output = fake_copy(model, mode)(**fake)
+            register_dataclasses(output)
+    except Exception as error:  # the model's own code runs
+        raise InputError(
+            f"native: whether the loss divides by {name} is not known, since the forward does not run on fake tensors "
+            f"({type(error).__name__}); leave it out, or give distribute(reduction='sum') where it does"
+        ) from None
+    return id(fake[name]) in _reached(output)
+
+
 def _reached(output: Any) -> set[int]:
-    """Returns ids of the parameters behind the loss, or behind all results of a forward without one."""
+    """Returns ids of the leaves of autograd behind the loss, or behind all results of a forward without one."""
     loss = own_loss(output)
     waiting = [leaf.grad_fn for leaf in pytree.tree_leaves(output if loss is None else loss) if isinstance(leaf, torch.Tensor)]
     seen, found = set[Any](), set[int]()

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from rlplace.errors import InputError
-from rlplace.runtime.base.batches import Batch, Pass
+from rlplace.runtime.base.batches import Batch, Pass, counting_alone
 from rlplace.runtime.base.ranks import digest, gather_objects
 from rlplace.runtime.torch_adapter import NormBase
 
@@ -151,8 +151,11 @@ class Accumulation:
                 self._buffers.begin_pass()
                 with _reducing(self.root, last or self._every_pass, last):
                     with region(), one.counting() as targets:
-                        value = loss(self.root(**one.inputs), one.part)
-                    weight = one.counted(targets, self._device)
+                        output = self.root(**one.inputs)
+                        with counting_alone(targets):
+                            value = loss(output, one.part)
+                        del output
+                    weight = one.counted(targets, self._device, trains=True)
                     self._buffers.end_pass()
                     (value * weight.to(value.dtype)).backward()  # type: ignore[no-untyped-call]
                 sums.append(torch.stack([value.detach().to(weight).reshape(()) * weight, weight]))

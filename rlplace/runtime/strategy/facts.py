@@ -171,6 +171,8 @@ def _needed(model: nn.Module) -> tuple[str, ...]:
 
 
 _OVER_TARGETS = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss_forward")
+_ADDS_UP = ("add", "add_", "mul", "mul_", "div", "_to_copy", "to")
+"""Ops from a cross-entropy to a loss that it is the main term of, such as that with the balance of experts."""
 
 
 def _no_single(model: nn.Module, inputs: Any) -> str | None:
@@ -200,8 +202,12 @@ def conduct_of_graph(graph: OpGraph, unseen: str) -> Conduct:
         return replace(found, reduction="", where=where, mixing=(where,) if where else ())
     forward = np.flatnonzero(graph.op_phase == FORWARD).tolist()
     losses = [op for op in forward if base_name(graph.op_target[op]) in _OVER_TARGETS]
-    # the only cross-entropy of the step is its loss, which no other op reads
-    return replace(found, reduction=TARGETS) if len(losses) == 1 and not ops.after.get(losses[0]) else found
+    waiting, seen = losses[:1], list[int]()
+    while waiting:
+        seen.append(waiting.pop())
+        waiting += [op for op in ops.after.get(seen[-1], ()) if op not in seen]
+    adds_up = all(base_name(graph.op_target[op]) in _ADDS_UP for op in seen[1:])
+    return replace(found, reduction=TARGETS) if len(losses) == 1 and adds_up else found
 
 
 def _meets(ops: ForwardOps, op: int) -> bool:

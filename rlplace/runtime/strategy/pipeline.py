@@ -19,7 +19,7 @@ from rlplace.plan.actions import check_chain
 from rlplace.plan.schedule import GPIPE, LOOPED_BFS, SCHEDULES
 from rlplace.plan.strategy import Pipeline
 from rlplace.runtime.base import activity
-from rlplace.runtime.base.batches import Batch, Pass, autocast_state, cast, signature_of
+from rlplace.runtime.base.batches import Batch, Pass, autocast_state, cast, counting_alone, signature_of
 from rlplace.runtime.strategy.buffers import Loss, Region, StepBuffers, check_same_writes, forward_autocast
 from rlplace.runtime.strategy.capture import UnitGraph
 from rlplace.runtime.strategy.cut import StageGraph
@@ -290,11 +290,12 @@ class PipelineRun:
             with region(), one.counting() as targets:
                 values = recorded.bodies[number](*taken, *(leaves[at][position] for position in stage.inputs))
                 if not stage.given and loss is not None:
-                    value = loss(pytree.tree_unflatten(values, recorded.captured.out_spec), one.part)
+                    with counting_alone(targets):
+                        value = loss(pytree.tree_unflatten(values, recorded.captured.out_spec), one.part)
             if loss is not None:
                 buffers.end_pass()
             if not stage.given:
-                weights.append(one.counted(targets, self._place.device))
+                weights.append(one.counted(targets, self._place.device, trains=loss is not None))
                 return values if value is None else value.reshape(1).to(weights[-1]) * weights[-1]
             if targets is not None and float(targets.count):
                 raise InputError(

@@ -27,7 +27,7 @@ from rlplace.model.capture.fake import computed_values
 from rlplace.model.capture.inputs import split_inputs
 from rlplace.model.torch_adapter import TorchDispatchMode, pytree
 from rlplace.plan.strategy import MEAN, SUM, TARGETS
-from rlplace.runtime.base.batches import Targets, candidates, map_rows
+from rlplace.runtime.base.batches import Targets, candidates, counting_alone, map_rows
 from rlplace.runtime.base.steps import loss_of, samples_of
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
 from rlplace.runtime.strategy.why_not import Conduct
@@ -212,7 +212,9 @@ def _run(model: nn.Module, loss: Callable[..., Any] | None, double: bool, inputs
     watch, targets, draws = Watch(), Targets(thin=thinned), AlikeDraws()
     try:
         with torch.enable_grad(), watch.differentiating(), draws, watch, targets:
-            value = loss_of(own(*args, **kwargs), loss).reshape(())
+            output = own(*args, **kwargs)
+            with counting_alone(targets):
+                value = loss_of(output, loss).reshape(())
         if not math.isfinite(float(value.detach())):
             raise _NoNumberError("its loss is no finite number")
         value.backward()  # type: ignore[no-untyped-call]

@@ -19,11 +19,12 @@ from rlplace.errors import InputError
 from rlplace.model.capture.outputs import register_dataclasses, with_loss
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.strategy import MEAN, SUM, Strategy
-from rlplace.runtime.base.batches import Batch, Pass, Share, join_leaves, map_rows, passes_of, share_of
+from rlplace.runtime.base.batches import COUNT, Batch, Pass, Share, join_leaves, map_rows, passes_of, share_of
 from rlplace.runtime.base.model import Batching, DistributedModel, Stash
 from rlplace.runtime.base.ranks import Ranks
 from rlplace.runtime.base.steps import Loss, check_inputs, loss_of, samples_of, takes_target
 from rlplace.runtime.state.whole import ParameterHooks, gather_values, own_part
+from rlplace.runtime.strategy.blocks import reads
 from rlplace.runtime.strategy.buffers import Accumulation
 from rlplace.runtime.strategy.buffers import Loss as PartLoss
 from rlplace.runtime.strategy.capture import strange_in
@@ -88,6 +89,8 @@ class StrategyModel(DistributedModel):
         self._ties, self._tied, self._hooks = ties, tied, hooks
         self._statistics = statistics_of(self._bodies.values())
         self._latest: weakref.ref[Stash] | None = None
+        self._divides: dict[frozenset[str], bool] = {}  # by names of inputs, whether the loss is divided by `COUNT`
+        self._reduction = batching.reduction  # of the latest batch
 
     def step(self, batch: Batch, loss: PartLoss) -> torch.Tensor:
         """Runs forward and backward of one batch in one call; gradients are added to ``.grad`` of the parameters.
@@ -99,6 +102,7 @@ class StrategyModel(DistributedModel):
         Returns:
             The mean loss over the batch, the same on every rank.
         """
+        self._reduction = self.batching.reduction
         value, stash = self._run(self._passes(batch, self._names), loss)
         stash.deliver(torch.ones(()))
         self.random_state = self.random_state[0], self.random_state[1] + 1
@@ -140,8 +144,7 @@ class StrategyModel(DistributedModel):
     @property
     def _counts(self) -> str | None:
         """The count that weights losses in place of samples; None: samples do."""
-        reduction = self.batching.reduction
-        return None if reduction in (MEAN, SUM) else reduction
+        return None if self._reduction in (MEAN, SUM) else self._reduction
 
     def train(self, mode: bool = True) -> StrategyModel:
         """Sets the mode of all modules; a pipeline records its forward again for it."""
@@ -205,8 +208,10 @@ class StrategyModel(DistributedModel):
                 "dict or a dataclass"
             )
         spec = pytree.tree_structure(parts[0][0])
+        if not any(count for _, count in parts):  # no loss, as without labels
+            parts = [(output, size) for (output, _), size in zip(parts, sizes, strict=True)]
         counted = sum(count for _, count in parts)
-        weights = [1.0 if self.batching.reduction == SUM else count / counted for _, count in parts]
+        weights = [1.0 if self._reduction == SUM else count / counted for _, count in parts]
         joined = join_leaves([pytree.tree_leaves(output) for output, _ in parts], sizes, weights)
         return pytree.tree_unflatten(joined, spec)
 
@@ -218,6 +223,12 @@ class StrategyModel(DistributedModel):
     def _called(self, args: Any, kwargs: Any, target: Any) -> tuple[Batch, list[Pass]]:
         """Returns all arguments of a call by name, and this replica's micro-batches of them."""
         inputs = keyword_inputs(self.meta_model, args) | dict(kwargs)
+        self._reduction = self.batching.reduction
+        if inputs.get(COUNT) is not None:
+            inputs[COUNT], names = torch.as_tensor(inputs[COUNT]), frozenset(inputs)
+            if names not in self._divides:
+                self._divides[names] = self._reduction == SUM or reads(self.meta_model, inputs, COUNT)
+            self._reduction = SUM if self._divides[names] else self._reduction
         batch = inputs if target is None else {**inputs, TARGET: target}
         return batch, self._passes(batch, inputs)
 
@@ -228,7 +239,7 @@ class StrategyModel(DistributedModel):
     def _passes(self, batch: Batch, names: Any) -> list[Pass]:
         """Returns this replica's micro-batches of a batch, on its device."""
         share = self._share(batch, self.place.replica, self.place.data_degree)
-        if self.batching.reduction == SUM:
+        if self._reduction == SUM:
             share = replace(share, weights=(float(self.place.data_degree),) * len(share.sizes))
         elif self._counts is not None:  # of one count; the step divides by the sum of all
             share = replace(share, weights=(self._pipeline.data_degree / share.joined / share.whole,) * len(share.sizes))

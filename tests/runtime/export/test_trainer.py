@@ -3,6 +3,7 @@
 import os
 import random
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,13 +32,13 @@ def gpt2():
     return small_models.gpt2(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=16)[0]
 
 
-def bert():
-    from transformers import BertConfig, BertForSequenceClassification
+def bert(head="SequenceClassification"):
+    import transformers
 
     rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return BertForSequenceClassification(
-        BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, num_labels=3, **rates, **sizes)
+    return getattr(transformers, f"BertFor{head}")(
+        transformers.BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, num_labels=3, **rates, **sizes)
     )
 
 
@@ -96,6 +97,12 @@ def stage(blocks, devices, **mesh):
     return {"blocks": list(blocks), "devices": list(devices), "mesh": mesh}
 
 
+BERT = (
+    *(f"bert.embeddings.{part}" for part in ("word_embeddings", "position_embeddings", "token_type_embeddings", "LayerNorm")),
+    "bert.encoder.layer.0",
+    "bert.encoder.layer.1",
+    "cls.predictions",
+)
 FRONT = ("transformer.wte", "transformer.wpe", "transformer.h.0")
 BACK = ("transformer.h.1", "transformer.ln_f", "lm_head")
 CASES = {
@@ -107,6 +114,11 @@ CASES = {
          "load_best_model_at_end": True, "metric_for_best_model": "loss"},
         {},
         16,
+    ),
+    "ragged labels, a loss that ignores their number": (
+        partial(bert, "MaskedLM"), text, {"max_steps": 2},
+        {"microbatch": [2], "microbatches": [2], "reduction": "targets",
+         "stages": [stage(BERT, (0, 1), replicate=2)]}, 16,
     ),
     "two replicas, no clipping": (
         gpt2, text, {"max_steps": 3, "max_grad_norm": 0.0},

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import rlplace
+from rlplace.plan.strategy import MEAN, TARGETS
 from rlplace.runtime.base import activity
 from rlplace.runtime.state.whole import local_part, whole_tensor
 from rlplace.runtime.strategy.why_not import minor_version
@@ -49,15 +50,19 @@ def distributed(case, plain, **options):
         inputs = batch(8)
         plan = equality.plan_of(plain, inputs, 4, deal="chain", groups=8)
     else:
-        inputs, plan = batch(CASES[case]["microbatch"][0]), equality.strategy_plan(CASES[case])
+        inputs, plan = batch(CASES[case]["microbatch"][0]), equality.strategy_plan(CASES[case] | {"reduction": TARGETS})
     return rlplace.distribute(copy.deepcopy(plain), plan, inputs, **options)
 
 
 def batch(samples):
+    """Labels end at very different places, so that samples, micro-batches, replicas and batches have unlike numbers of them."""
     ids = torch.randint(
         0, native_worker.VOCABULARY, (samples, native_worker.LENGTH), generator=torch.Generator().manual_seed(samples)
     )
-    return {"input_ids": ids, "labels": ids.flip(1)}
+    labels = ids.flip(1)
+    for row in range(samples):
+        labels[row, 1 + 3 * row % 7 :] = -100  # none in the first sample, whose label has no input before it
+    return {"input_ids": ids, "labels": labels}
 
 
 def gradients(model, plain, factor=1.0):
@@ -72,8 +77,8 @@ def loop(case, folder):
     plain = plain_of(case)
     model = distributed(case, plain)
     assert model.report == ("joint_graph" if case == PLACEMENT else "native") and model.config is not None
-    ours = torch.optim.AdamW(model.parameter_groups(), lr=1e-2)
-    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    # a large epsilon: what is rounding of a gradient must not become a step of full size
+    ours, theirs = (torch.optim.AdamW(p, lr=1e-2, eps=1e-3) for p in (model.parameter_groups(), plain.parameters()))
     found = {}
     # "v" and "unlike" refuse an odd number of samples a replica
     for step, samples in enumerate((8, 8, 4) if case in ("v", "unlike") else (8, 6, 4)):
@@ -98,8 +103,18 @@ def loop(case, folder):
             output, expected = model(**batch(samples)), plain(**batch(samples))
         found[f"outputs of {samples}"] = (output.logits - expected.logits).abs().max().item()
         found[f"loss of {samples}"] = abs(output.loss.item() - expected.loss.item())
+        with torch.no_grad():
+            unlabelled = model(input_ids=batch(samples)["input_ids"])
+        found[f"no loss of {samples}"] = (unlabelled.logits - expected.logits).abs().max().item()
     model.train()
     plain.train()
+    count = sum(int((batch(samples)["labels"][:, 1:] != -100).sum()) for samples in (8, 4))
+    for one in (model, plain):  # the mean over the labels of both batches
+        for samples in (8, 4):
+            one(**batch(samples), num_items_in_batch=count).loss.backward()
+    found["mean over labels of two"] = gradients(model, plain)
+    for one in (ours, theirs):
+        one.zero_grad()
     first, second = model(**batch(8)).loss, model(**batch(4)).loss  # neither is backward through yet
     (first + second).backward()
     (plain(**batch(8)).loss + plain(**batch(4)).loss).backward()
@@ -177,14 +192,14 @@ def without_dimensions():
 
 def cast(case):
     """Loss and largest difference of a gradient's norm under torch's own policy; the plain model's weights are cast alike."""
-    plain = plain_of(case).float()
+    plain, full = plain_of(case).float(), {"input_ids": batch(8)["input_ids"], "labels": batch(8)["input_ids"].flip(1)}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = distributed(case, plain, mixed_precision=policy)
-    loss, expected = model(**batch(8)).loss, 0.0
+    model = distributed(case, plain, mixed_precision=policy, reduction=MEAN)  # by powers of two, which round nothing
+    loss, expected = model(**full).loss, 0.0
     loss.backward()
-    for parts in zip(*(value.chunk(8) for value in batch(8).values()), strict=True):
+    for parts in zip(*(value.chunk(8) for value in full.values()), strict=True):
         weights = {name: parameter.bfloat16() for name, parameter in plain.named_parameters()}
-        part = torch.func.functional_call(plain, weights, (), dict(zip(batch(8), parts, strict=True))).loss / 8
+        part = torch.func.functional_call(plain, weights, (), dict(zip(full, parts, strict=True))).loss / 8
         part.backward()
         expected += part.item()
     wanted = dict(plain.named_parameters(remove_duplicate=False))

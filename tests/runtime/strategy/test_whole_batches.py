@@ -10,14 +10,16 @@ from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
 from rlplace.model.capture.capture import capture as capture_step
-from rlplace.plan.strategy import TARGETS, Strategy
-from rlplace.runtime.base.batches import Targets, count_of
+from rlplace.plan.strategy import MEAN, TARGETS, Strategy
+from rlplace.runtime.base.batches import COUNT, Pass, Targets, count_of, counting_alone
 from rlplace.runtime.state.whole import ParameterHooks
+from rlplace.runtime.strategy.blocks import reads
 from rlplace.runtime.strategy.buffers import StepBuffers
 from rlplace.runtime.strategy.capture import capture
 from rlplace.runtime.strategy.facts import conduct_of_graph, facts_of, notes_of
 from rlplace.runtime.strategy.gather import split_forward
 from rlplace.runtime.strategy.why_not import Conduct, ModelFacts
+from tests.runtime import small_models
 
 CPU = torch.device("cpu")
 
@@ -90,7 +92,29 @@ def test_cross_entropies_count_their_targets():
     assert targets.count == 0
     with Targets() as targets:
         F.cross_entropy(logits, labels, reduction="sum")
-    assert targets.count == 0
+    assert targets.count == 0 and not targets.met
+
+
+def test_a_loss_of_the_output_counts_alone_where_it_is_a_mean_over_targets():
+    logits, labels = torch.randn(6, 4), torch.tensor([0, 1, -100, 3, -100, 2])
+    with Targets() as targets:
+        F.cross_entropy(logits, labels)
+        with counting_alone(targets):
+            logits.sum()
+        assert targets.count == 4
+        with counting_alone(targets):
+            F.cross_entropy(logits[:1], labels[:1])
+        assert targets.count == 1
+    one = Pass({}, {}, 1.0, 6, by_targets=True)
+    assert float(one.counted(targets, CPU, trains=True)) == 1.0
+    with one.counting() as none, pytest.raises(InputError, match=r"the mean of none; say what it .*reduction='mean'"):
+        one.counted(none, CPU, trains=True)
+
+
+@pytest.mark.parametrize(("name", "divided"), [("gpt2", True), ("bert", False)])  # the latter takes it and ignores it
+def test_whether_a_loss_divides_by_a_number_is_seen_on_fake_tensors(name, divided):
+    model, inputs, _ = small_models.MODELS[name]()
+    assert reads(model.to("meta"), inputs, COUNT) == divided
 
 
 WAYS = {"sum:mask": 4, "sum:mask[1:]": 2, "sum:mask[:-1]": 3, "valid:labels": 3, "nonzero:labels": 5, "valid:labels[1:]": 1}
@@ -223,17 +247,21 @@ def test_rules_about_ops_find_where_samples_meet():
     norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     of_norm = conduct_of_graph(capture_step(norm, (torch.randn(6, 4),), loss=lambda y: y.square().mean()), "why")
     assert not of_norm.couples  # which facts say by themselves
-    by_targets = conduct_of_graph(capture_step(Labelled(), {"x": torch.randn(6, 4), "labels": torch.arange(6)}), "why")
-    assert by_targets.reduction == TARGETS and by_targets.unseen == "why"
+    labelled = {"x": torch.randn(6, 4), "labels": torch.arange(6)}
+    ways = [(lambda y, loss: loss, TARGETS), (lambda y, loss: 2 * loss + 0.01 * y.square().mean(), TARGETS)]
+    for of_loss, reduction in [*ways, (lambda y, loss: loss.exp(), MEAN)]:
+        by_targets = conduct_of_graph(capture_step(Labelled(of_loss), labelled), "why")
+        assert by_targets.reduction == reduction and by_targets.unseen == "why"
 
 
 class Labelled(nn.Module):
-    def __init__(self):
+    def __init__(self, of_loss):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 6))
+        self.net, self.of_loss = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 6)), of_loss
 
     def forward(self, x, labels):
-        return {"loss": F.cross_entropy(self.net(x), labels)}
+        y = self.net(x)
+        return {"loss": self.of_loss(y, F.cross_entropy(y, labels))}
 
 
 def test_facts_say_that_quantized_weights_are_not_trained():

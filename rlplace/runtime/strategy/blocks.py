@@ -206,7 +206,8 @@ def _observe(model: nn.Module, inputs: Any, found: Mapping[str, nn.Module], mode
         for hook in hooks:
             hook.remove()
     trained = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    reused = next((trained[one] for (_, one), times in reads.uses.items() if times > 1 and one in trained), None)
+    several = {parameter for (_, parameter), times in reads.uses.items() if times > 1}
+    reused = next((name for parameter, name in trained.items() if parameter in several), None)
     unreached = not trained.keys() <= _reached(output)
     return Observed(results, calls, reads.outside, reads.lost, checkpoints.called, unreached, reused=reused)
 

@@ -27,7 +27,7 @@ def processes(count):
 def test_facts_of_a_model():
     pytest.importorskip("transformers")
     facts = examine(native_worker.make("gpt2"), IDS)
-    assert facts.no_cut is facts.tensor.no_tensor is facts.tensor.no_sequence is None
+    assert facts.no_cut is facts.reused is facts.tensor.no_tensor is facts.tensor.no_sequence is None
     assert facts.tensor.parts == 4
     assert facts.tensor.layouts["transformer.h.0.attn.c_attn"] == "column"
     assert facts.tensor.layouts["transformer.h.3.mlp.c_proj"] == "row"

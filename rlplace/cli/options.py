@@ -170,6 +170,10 @@ class ModelOptions(Options):
     dtype: str = option("parameters and compute (fp32)", choices=DTYPES, default="fp32", group=_GROUP)
     autocast: str | None = option("mixed precision: compute under torch.autocast in this dtype", choices=AUTOCAST, group=_GROUP)
     optimizer: str = option("decides the optimizer state (adam)", choices=OPTIMIZERS, default="adam", group=_GROUP)
+    lora: str | None = option(
+        "freeze an hf: model and add adapters by PEFT, such as r=16,targets=q_proj+v_proj", None, "r=R,...", group=_GROUP
+    )
+    quantize: str | None = option("pack the frozen linear weights of an hf: model", choices=("nf4", "int8"), group=_GROUP)
     master_weights: bool = flag("optimizer state and a copy of the weights in fp32", group=_GROUP)
     granularity: int = option("target number of groups (200)", positive, "N", default=200, group=_GROUP)
     costs: str | None = option(
@@ -178,6 +182,20 @@ class ModelOptions(Options):
     host_mode: str = option("how the host issues ops (eager)", choices=HOST_MODES, default="eager", group=_GROUP)
     host_us_per_op: float | None = option("host time to issue a kernel (7 eager, 1.5 compiled)", rate, "N", group=_GROUP)
     host_us_per_layer: float | None = option("host time of a layer's forward and backward", rate, "N", group=_GROUP)
+
+    @classmethod
+    def of(cls, parsed: argparse.Namespace) -> Self:
+        """Returns the record of parsed arguments; adapters and packed weights become a part of MODEL, which plans record."""
+        lora, quantize = parsed.lora, parsed.quantize
+        if lora or quantize:
+            from rlplace.model.zoo.adapters import with_options
+
+            for name in (item.name for item in fields(cls) if "MODEL" in (item.metadata.get("metavar") or "")):
+                texts = getattr(parsed, name)
+                changed = [with_options(text, lora, quantize) for text in (texts if isinstance(texts, list) else [texts or ""])]
+                setattr(parsed, name, changed if isinstance(texts, list) else changed[0])
+        parsed.lora = parsed.quantize = None
+        return super().of(parsed)
 
     def shared(self) -> dict[str, Any]:
         """Returns the options of every verb with a MODEL, to make another verb's record of."""

@@ -124,6 +124,9 @@ def dims_of(name: str, args: Args) -> dict[str, int] | None:
     """
     if name in _PRODUCTS:
         return _product(args, _PRODUCTS[name])
+    if name == "linear":  # of a packed weight; torch takes its own apart
+        rows, columns = args[1].shape
+        return {"m": int(args[0].numel()) // int(columns), "n": int(rows), "k": int(columns)}
     if name in _CONVOLUTIONS:
         return _winograd(args)
     if name in _ROWS:

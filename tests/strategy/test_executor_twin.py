@@ -37,7 +37,23 @@ def check_twins(costs, cluster, draft, evaluator=None):
 def test_twins_agree(name, seed, blocks, tied):
     rng, cluster = np.random.default_rng(seed), PRESETS[name]
     costs = dataclasses.replace(random_costs(rng, cluster, blocks, tied=tied), joins_replicas=blocks % 3 == 0)
+    if seed % 4 == 0:  # blocks of the first kind are frozen, with nothing trained before them
+        costs = dataclasses.replace(costs, ratio=costs.ratio * (costs.classes != costs.classes[0]))
     check_twins(costs, cluster, random_draft(rng, cluster, blocks))
+
+
+def test_frozen_blocks_before_all_trained_ones_are_gathered_once():
+    cluster, last = PRESETS["v100:8"], np.arange(6) >= 3
+    costs = random_costs(np.random.default_rng(0), cluster, 6, alike=True)
+    costs = dataclasses.replace(costs, classes=last.astype(np.int64), forward=costs.forward * 1e-12, fixed_s=0.0)
+    draft = Draft((0, 6), (Mesh(tuple(range(8)), shard=8, sharding=3),), (0,), bytes(6), bytes(6), (1,), (1,))
+    trained, frozen = (
+        DraftEvaluator(each, cluster).evaluate(draft).step_time_s
+        for each in (costs, dataclasses.replace(costs, ratio=costs.ratio * last, known={}))
+    )
+    traffic = ClusterTraffic(cluster)
+    gather_s = table_s(traffic.table("all_gather", (tuple(range(8)),)), float(costs.held().weight_bytes[0]))
+    assert trained - frozen == pytest.approx(3 * gather_s, rel=1e-6)
 
 
 @pytest.mark.parametrize("kept", [packing.KEPT_FRAMES, 3])

@@ -181,7 +181,8 @@ def _capture_with(
     described = describe_inputs(*fake_inputs((step.args, step.kwargs), new_fake_mode(), step.dtype))
     sizes: Counter[str] = Counter()
     for parameter in (leaf.record for leaf in recording.leaves if not leaf.record.is_buffer):
-        sizes[parameter.dtype] += parameter.size_bytes
+        if "float" in parameter.dtype:  # not packed ones
+            sizes[parameter.dtype] += parameter.size_bytes
     tf32 = ["conv", "recurrent"] if torch.backends.cudnn.allow_tf32 else []
     tf32 += ["gemm", "bmm"] if torch.backends.cuda.matmul.allow_tf32 else []
     return build_graph(

@@ -19,7 +19,9 @@ from torch import nn
 from rlplace.errors import InputError, MissingError, unknown_name
 from rlplace.files import read_text
 from rlplace.limits import CONFIG_BYTES
+from rlplace.model.quantize import quantize
 from rlplace.model.torch_adapter import pytree
+from rlplace.model.zoo.adapters import add_adapters
 from rlplace.model.zoo.functions import config_file, parse_options, split_spec
 
 _SPECIAL = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
@@ -175,7 +177,8 @@ _CHECKPOINTING = "gradient_checkpointing"
 def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.Module, dict[str, Any], Loss | None]:
     """Builds ``TYPE[,key=value...]``; ``text_config.num_hidden_layers=2`` reaches into a configuration inside.
 
-    The JSON file of a configuration, or its folder, may be in place of the type.
+    The JSON file of a configuration, or its folder, may be in place of the type. ``lora.r=16,lora.targets=q_proj+v_proj`` adds
+    adapters by PEFT and freezes the rest; ``quantize=nf4`` packs the frozen linear layers but the head.
 
     Args:
         text: Type, file or folder, and options of the configuration.
@@ -202,6 +205,8 @@ def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.
         raise unknown_name("transformers model type", kind, CONFIG_MAPPING_NAMES)
     with _quiet():
         apart = {key: options.pop(key) for key in (_CHECKPOINTING,) if key in options}
+        quantized = options.pop("quantize", None)
+        lora = {key.removeprefix("lora."): options.pop(key) for key in [*options] if key.startswith("lora.")}
         checkpointing = parse_options(apart, {_CHECKPOINTING: False}, f"hf:{kind}")
         config = _configure(CONFIG_MAPPING[kind], kind, options, base)
         task, model_class = _head(modeling_auto, config, kind)
@@ -221,6 +226,12 @@ def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.
             _enable_checkpointing(module, kind)
     inputs = inputs_of(module, config, kind, task, batch, _length(config, kind, task, seq))
     loss = None if "labels" in inputs or "return_loss" in inputs else mean_square
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    if lora:
+        with _quiet(), torch.device(device):
+            module = add_adapters(module, lora, kind)
+    if quantized is not None:
+        quantize(module, quantized, () if head is None else (head,))
     return module.train(), inputs, loss
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -69,7 +69,8 @@ def save_checkpoint(
 ) -> Path:
     """Writes ``folder/step-00000010``; every rank of a distributed model calls it, and all hosts see the same folder.
 
-    It is written under another name and renamed when it is complete, so that a crash leaves the checkpoints before it.
+    It is written under another name and renamed when it is complete, so that a crash leaves the checkpoints before it. Of a
+    PEFT model the folder holds the adapters as PEFT loads them, too (``PeftModel.from_pretrained(base, path)``).
 
     Args:
         folder: Holds all checkpoints of a run.
@@ -116,6 +117,7 @@ def save_checkpoint(
             warnings.simplefilter("ignore")
             save(state, storage_writer=FileSystemWriter(unfinished), no_dist=not together)
         if first:
+            _write_adapters(unfinished, model.meta_model if isinstance(model, DistributedModel) else model)
             write_json(unfinished / _FACTS, {"format": FORMAT, "version": VERSION, **facts})
             if final.exists():
                 shutil.rmtree(final)
@@ -125,6 +127,21 @@ def save_checkpoint(
         if together:
             wait_for_all()
     return final
+
+
+def _write_adapters(folder: Path, model: nn.Module) -> None:
+    """Writes the trained tensors of a PEFT model, which may be without values, from the checkpoint in a folder."""
+    configs = getattr(model, "peft_config", None)
+    if configs is None:
+        return
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    values = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in model.named_parameters() if p.requires_grad}
+    load({"model": values}, storage_reader=FileSystemReader(folder), no_dist=True)
+    own = get_peft_model_state_dict(model, state_dict=values, save_embedding_layers=False)
+    save_file({name: value.contiguous() for name, value in own.items()}, folder / "adapter_model.safetensors")
+    configs[model.active_adapter].save_pretrained(str(folder))  # type: ignore[index]
 
 
 def load_checkpoint(

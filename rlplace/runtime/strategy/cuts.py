@@ -5,6 +5,8 @@ they make is cut on its last dimension. The cut is followed through views (into 
 splits to the products that sum over it, whose weights are cut by input (``row``) and whose partial sums end the region. What
 runs along which dimension of an op follows from planning's rules (`rlplace.model.axes.access`); views keep the extent in memory
 of a dimension that stays outermost of its parts. A region that a cut cannot pass stays whole, with the reason.
+
+An adapter of low rank beside a product by output is a pair of products: the first stays whole, the second is cut by output.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ class Region:
     columns: tuple[Product, ...]  # products that start it
     entry: str  # path of a module around all columns that gets the source and uses it for them only; "" where there is none
     rows: list[Product] = field(default_factory=list)  # products that end it
+    pairs: tuple[tuple[Product, Product], ...] = ()  # of adapters: one that stays whole, and the column that alone reads it
     nodes: dict[fx.Node, int] = field(default_factory=dict)  # nodes whose values are cut, and the dimension
     sizes: set[int] = field(default_factory=set)  # sizes of the cut dimensions on the way; the degree must divide all
     packed: dict[str, int] = field(default_factory=dict)  # parts that a column packs, by module path; others pack one
@@ -69,8 +72,8 @@ class Region:
 
     @property
     def products(self) -> tuple[Product, ...]:
-        """Columns, then rows."""
-        return *self.columns, *self.rows
+        """Columns, those of pairs, then rows."""
+        return *self.columns, *(second for _, second in self.pairs), *self.rows
 
     @property
     def draws(self) -> bool:
@@ -132,18 +135,39 @@ def regions(block: BlockGraph) -> tuple[list[Region], list[str]]:
     found: list[Region] = []
     reasons: list[str] = []
     for source in dict.fromkeys(product.source for product in block.products.values()):
-        ended = [row for region in found for row in region.rows]
+        ended = [product for region in found for product in region.products]
         columns = tuple(one for one in block.products.values() if one.source is source and one not in ended)
         try:
             found += [_region(block, source, columns)] if columns else []
         except RefusedError as error:
-            reasons.append(f"{', '.join(product.module for product in columns)}: {error}")
+            pairs = tuple((one, second) for one in columns if (second := _alone_after(block, one)) is not None)
+            try:
+                if not pairs or len(pairs) == len(columns):
+                    raise
+                found.append(_region(block, source, columns, pairs))
+            except RefusedError:
+                reasons.append(f"{', '.join(product.module for product in columns)}: {error}")
     return found, reasons
 
 
-def _region(block: BlockGraph, source: fx.Node, columns: tuple[Product, ...]) -> Region:
-    region = Region(source, columns, _entry(block, source, columns))
-    for product in columns:
+def _alone_after(block: BlockGraph, product: Product) -> Product | None:
+    """Returns the product that alone reads the result of another."""
+    node = product.node
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        if node in block.products:
+            return block.products[node] if block.products[node].source is product.node else None
+        if _name(node) not in _SAME_VALUE:
+            return None
+    return None
+
+
+def _region(
+    block: BlockGraph, source: fx.Node, columns: tuple[Product, ...], pairs: tuple[tuple[Product, Product], ...] = ()
+) -> Region:
+    entry, firsts = _entry(block, source, columns), [first for first, _ in pairs]
+    region = Region(source, tuple(one for one in columns if one not in firsts), entry, pairs=pairs)
+    for product in region.products:
         value = product.node.meta["val"]
         region.nodes[product.node] = value.dim() - 1
         region.sizes.add(value.shape[-1])
@@ -351,9 +375,9 @@ def sequence_modules(block: nn.Module, graph: BlockGraph, found: Sequence[Region
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder" and node in graph.live]
     if len(inputs) != 1 or inputs[0].meta["val"].dim() != 3:
         raise RefusedError("it does not read one activation of samples x positions x width")
-    inside = {node for region in found for node in region.nodes}
+    inside = {node for region in found for node in (*region.nodes, *(first.node for first, _ in region.pairs))}
     rows = {product.module for region in found for product in region.rows}
-    columns = {product.module for region in found for product in region.columns}
+    columns = {product.module for region in found for product in region.products} - rows
     if any(not region.entry for region in found):
         raise RefusedError("no module takes in what several products read")
     split, modules = {inputs[0]: SEQUENCE}, set[str]()

@@ -85,8 +85,7 @@ def find_layouts(units: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> M
         if layout.regions:
             blocks[path] = layout
         for region in layout.regions:
-            layouts |= {f"{path}.{product.module}": "column" for product in region.columns}
-            layouts |= {f"{path}.{product.module}": "row" for product in region.rows}
+            layouts |= {f"{path}.{p.module}": "row" if p in region.rows else "column" for p in region.products}
             layouts |= {f"{path}.{name}": "local" for name in region.local}
     parts = common_parts(region for layout in blocks.values() for region in layout.regions)
     no_tensor = None if blocks else next(iter(reasons), "no block has two products in a row")
@@ -138,6 +137,8 @@ def _block_layout(block: nn.Module, call: Call) -> BlockLayout:
     mode = new_fake_mode()
     copied = fake_copy(block, mode).train()  # it may be evaluated now and trained later, with dropout
     args, kwargs = fake_inputs(call, mode)
+    for value in _activations((args, kwargs))[:1]:  # blocks behind frozen ones are laid out as trained ones are
+        value.requires_grad_()
     try:
         graph = block_graph(copied, args, kwargs)
     except Exception as error:  # the block's own code runs
@@ -164,9 +165,13 @@ def _block_layout(block: nn.Module, call: Call) -> BlockLayout:
 
 
 def _activation(call: Call) -> torch.Tensor:
-    """Returns the argument of a block that a gradient flows back through."""
-    leaves = pytree.tree_leaves(call)
-    return next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+    """Returns the argument of a block that a gradient flows back through, or would if parameters before it were trained."""
+    return _activations(call)[0]
+
+
+def _activations(call: Call) -> list[torch.Tensor]:
+    leaves = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return [leaf for leaf in leaves if leaf.requires_grad] or [leaf for leaf in leaves if leaf.dim() == 3] or leaves
 
 
 class _Views(TorchFunctionMode):

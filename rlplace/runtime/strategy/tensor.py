@@ -114,6 +114,12 @@ class TensorParallel:
                 module, packed = block.get_submodule(product.module), region.packed.get(product.module, 1)
                 self._shard(module, product.out_dim, packed)
                 module.forward = partial(self._column, module, product.out_dim == 1, not region.entry, packed)
+            for first, product in region.pairs:
+                if region.entry:  # its input has gradients that are summed over the group, and its own gradient is whole
+                    block.get_submodule(first.module).register_forward_pre_hook(self._count_once)
+                module = block.get_submodule(product.module)
+                self._shard(module, product.out_dim, 1)
+                module.forward = partial(self._second_column, module, product.out_dim == 1)
             for product in region.rows:
                 module = block.get_submodule(product.module)
                 self._shard(module, 1 - product.out_dim, 1, bias=False)
@@ -201,8 +207,18 @@ class TensorParallel:
         return made if bias is None else made + _local(bias, partial_sums=self._sequence)
 
     def _gathered_column(self, module: Any, value: torch.Tensor) -> torch.Tensor:
-        made = self._column(module, False, False, 1, self._moved(value, Replicate(), Replicate(), Partial()))
-        return self._moved(made, Shard(value.dim() - 1), Replicate())
+        return self._moved(self._second_column(module, False, value), Shard(value.dim() - 1), Replicate())
+
+    def _second_column(self, module: Any, transposed: bool, value: torch.Tensor) -> torch.Tensor:
+        """Returns the part of a product that reads whole activations of its own, whose gradients are summed over the group."""
+        return self._column(module, transposed, False, 1, self._moved(value, Replicate(), Replicate(), Partial()))
+
+    def _count_once(self, module: nn.Module, args: Any) -> Any:
+        """Makes the whole gradients of an activation count once in a sum over the group."""
+        value = args[0].view_as(args[0])
+        if value.requires_grad:
+            value.register_hook(lambda gradient: gradient / self._degree)
+        return value, *args[1:]
 
     def _embed(self, module: Any, ids: torch.Tensor) -> torch.Tensor:
         weight = _local(module.weight)

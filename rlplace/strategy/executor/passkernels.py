@@ -124,6 +124,12 @@ def reduces(x, b, last):
 
 
 @inner
+def gathers_again(x, b):
+    """Returns whether a block's parameters are gathered for its backward; frozen blocks before all trained ones have none."""
+    return x[b, HOW] == EACH_PASS and x[b, BACKWARD] > 0.0
+
+
+@inner
 def backward_s(x, count, last, at):
     """Returns seconds of a backward through all blocks of a single stage."""
     place, table = at.place, at.tables[int(at.place[c.REDUCE_TABLE])]
@@ -136,13 +142,13 @@ def backward_s(x, count, last, at):
         bucket = table_s(table, BUCKET)
         under = table_s(table, FIRST_BUCKET) + hidden_buckets(total) * bucket
         slower = 1.0 + SLOWDOWN * (min(under, compute) / compute)
-    time = x[count - 1, GATHER] if x[count - 1, HOW] == EACH_PASS else 0.0
+    time = x[count - 1, GATHER] if gathers_again(x, count - 1) else 0.0
     sent, filled, limit = 0.0, 0.0, FIRST_BUCKET
     reduced, following = 0.0, 0.0
     for b in range(count - 1, -1, -1):
         start, own, tensor = time, x[b, BACKWARD] * slower, x[b, BACKWARD_TENSOR]
         waits = reduced
-        if b > 0 and x[b - 1, HOW] == EACH_PASS:
+        if b > 0 and gathers_again(x, b - 1):
             waits += x[b - 1, GATHER]
         held_up = at_once_s(place[c.MEETS_BLOCKS], own, tensor, waits + following)
         times = wider(waits + following, held_up)
@@ -238,7 +244,7 @@ def single_stage(x, y, work, busy, count, at):
     backward = backward_s(x, count, True, at) + again * backward_s(x, count, False, at)
     gathered, reduced = 0.0, 0.0
     for b in range(count):
-        gathered += x[b, GATHER] if x[b, HOW] == EACH_PASS else 0.0
+        gathered += x[b, GATHER] if gathers_again(x, b) else 0.0
         reduced += x[b, REDUCE] + x[b, COPIES] if x[b, HOW] != WHOLE else x[b, BUCKETS]
     work[c.END] = forward + backward
     work[c.COMPUTE] = microbatches * (y[0, FORWARD_C] + y[0, BACKWARD_C])

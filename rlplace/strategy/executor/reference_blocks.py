@@ -93,6 +93,11 @@ class ReferenceBlock:
         return total
 
     @property
+    def gathers_again(self) -> bool:
+        """True where parameters are gathered for the backward; frozen blocks before all trained ones have none."""
+        return self.keeping == EACH_PASS and self.compute_s[BACKWARD_PASS] > 0.0
+
+    @property
     def host_bytes(self) -> float:
         """Bytes of a device in its host's memory."""
         if self.offload == FULL_OFFLOAD:
@@ -245,7 +250,7 @@ def backward_s(blocks: Sequence[ReferenceBlock], last: bool, all_reduce: Floats)
     Shares are all-reduced over copies beside all that, as are whole gradients, in buckets, in the last micro-batch. Where both
     use one channel, copies go after what is gathered and reduced beside the same block.
     """
-    gathers = [0.0] + [block.gather_s if block.keeping == EACH_PASS else 0.0 for block in blocks]
+    gathers = [0.0] + [block.gather_s if block.gathers_again else 0.0 for block in blocks]
     reduces, copies = [0.0] * (len(blocks) + 1), [0.0] * (len(blocks) + 1)
     for index, block in enumerate(blocks):
         if block.keeping in (EACH_BACKWARD, EACH_PASS) or (last and block.keeping == ONCE):
@@ -312,7 +317,7 @@ def single_stage(blocks: Sequence[ReferenceBlock], microbatches: int, all_reduce
         for way in (FORWARD_PASS, BACKWARD_PASS):
             plain[way][0] += block.compute_s[way]
             plain[way][1] += block.tensor_s[way]
-        gathered += block.gather_s if block.keeping == EACH_PASS else 0.0
+        gathered += block.gather_s if block.gathers_again else 0.0
         reduced += block.reduce_s + block.copies_s if block.keeping else block.bucket_bytes
     work.compute = microbatches * (plain[0][0] + plain[1][0])
     work.tensor = microbatches * (plain[0][1] + plain[1][1])

@@ -61,7 +61,7 @@ class PassBuild:
         """Returns whether a block's parameters are gathered for this pass."""
         if self.kind == "F":
             return row.keeping == EACH_PASS or (self.microbatch == 0 and row.keeping in (ONCE, EACH_BACKWARD))
-        return self.single and row.keeping == EACH_PASS
+        return self.single and row.keeping == EACH_PASS and row.backward_s > 0.0
 
     def _reduces(self, row: PlacedBlock[float]) -> bool:
         """Returns whether a block's gradient is reduced beside this pass."""

@@ -32,7 +32,7 @@ SLOW_IMPORTS = (
 def forks():
     """Makes processes that have imported what is slow to import: a server forks them, as the test process has threads."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(list(SLOW_IMPORTS))
+    context.set_forkserver_preload([*SLOW_IMPORTS, *({"peft"} & sys.modules.keys())])
     return context
 
 

@@ -90,7 +90,27 @@ def decoder(kind, **sizes):
     return load_model(f"{text}{named},vocab_size={VOCABULARY}", batch=1, seq=LENGTH, device="cpu").module
 
 
+def frozen_ends():
+    """A llama of which a tower at the front, a half of a block and the head are frozen."""
+    model = small_models.llama(layers=4, kv_heads=4)[0]
+    frozen = (model.model.embed_tokens, *model.model.layers[:2], model.model.layers[2].mlp, model.lm_head)
+    for module in frozen:
+        module.requires_grad_(False)
+    return model
+
+
+def with_adapters(*targets):
+    """A frozen llama with adapters beside products."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=list(targets), init_lora_weights=False)
+    return get_peft_model(small_models.llama(layers=4, kv_heads=4)[0], config)
+
+
 MODELS = {
+    "frozen ends": frozen_ends,
+    "adapters": lambda: with_adapters("q_proj", "v_proj", "o_proj", "down_proj"),
+    "adapters of columns": lambda: with_adapters("q_proj", "up_proj"),
     "qwen3": lambda: decoder("qwen3", head_dim=8),
     "phi": lambda: decoder("phi", resid_pdrop=0.0, embd_pdrop=0.0),
     "llama": lambda: small_models.llama(layers=4, kv_heads=4)[0],
@@ -126,7 +146,8 @@ def plain_run(name, steps=3):
         value = loss(model(**batch(name)), batch(name))
         value.backward()
         if step == 0:
-            first = value.item(), {n: p.grad.clone() for n, p in model.named_parameters(remove_duplicate=False)}
+            named = model.named_parameters(remove_duplicate=False)
+            first = value.item(), {n: p.grad.clone() for n, p in named if p.requires_grad}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
         optimizer.step()
     return *first, norm, {n: p.detach().clone() for n, p in model.named_parameters(remove_duplicate=False)}
@@ -157,11 +178,11 @@ def run_case(name, strategy, plain, steps=3):
         own = native.step(batch(name), loss)
         if step == 0:
             result["loss"] = abs(own.item() - value) / abs(value)
-            result["missing"] = [n for n, p in native.named_parameters() if p.grad is None]
+            result["missing"] = [n for n, p in native.named_parameters() if (p.grad is None) == p.requires_grad]
             result["grad"] = difference(own_gradients(native), gradients)
             native.step(batch(name), loss)
             result["twice"] = difference(own_gradients(native), gradients, 2)
-            for parameter in native.parameters():
+            for parameter in filter(lambda parameter: parameter.requires_grad, native.parameters()):
                 parameter.grad.mul_(0.5)
             result["state"] = sorted(native.state_dict())
             result["names"] = sorted(n for n, _ in native.named_parameters())

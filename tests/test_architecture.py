@@ -48,7 +48,7 @@ explanation.timeline
 envs
 agents checkpoints
 api
-explanation runtime.export
+explanation runtime.export integrations
 explanation.compare
 cli
 __main__

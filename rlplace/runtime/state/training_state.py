@@ -3,13 +3,15 @@
 A checkpoint is a folder. Tensors are stored under the names of the undistributed model (``model.NAME``) and of
 `torch.distributed.checkpoint.state_dict` (``optimizer.state.NAME.KEY``, ``optimizer.param_groups.NAME.KEY``), so that plain
 torch code loads it, and so does any other plan. All other state is in ``rlplace.json`` besides; loading reads it there and
-unpickles only the index of tensors, with the classes allowed that such an index has.
+unpickles only the index of tensors, with the classes allowed that such an index has, and the state of a data loader, which may
+have tensors (``loader.pt``), with those that torch allows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import re
 import shutil
 import warnings
@@ -26,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils.data.distributed import DistributedSampler
 
 from rlplace.errors import InputError, RlplaceError, show
 from rlplace.files import read_record, write_json
@@ -38,7 +41,7 @@ from rlplace.runtime.state.whole import load_packed_whole, tensors_of, with_pack
 
 FORMAT = "rlplace.training"
 VERSION = 1
-_FACTS = "rlplace.json"
+_FACTS, _LOADER = "rlplace.json", "loader.pt"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -64,6 +67,7 @@ def save_checkpoint(
     *,
     step: int,
     scheduler: Any = None,
+    loader: Any = None,
     extra: Mapping[str, Any] | None = None,
     keep: int = 2,
 ) -> Path:
@@ -78,6 +82,8 @@ def save_checkpoint(
         optimizer: Updates this rank's parameters.
         step: Training steps done.
         scheduler: Learning rate schedule; its state must be plain data.
+        loader: Data loader with a `state_dict`, such as torchdata's `StatefulDataLoader`. It loads the batches of all replicas,
+            so that its state does not depend on the number of processes.
         extra: More plain data, the same on every rank.
         keep: Complete checkpoints to keep.
 
@@ -85,9 +91,10 @@ def save_checkpoint(
         Its folder.
 
     Raises:
-        InputError: Something is no plain data.
+        InputError: Something is no plain data, or the loader's state would not serve another number of processes.
         RlplaceError: It could not be written.
     """
+    _check_loader(loader)
     folder, together = Path(folder), _together(model)
     final, unfinished = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
     state: dict[str, Any] = {"model": with_packed_whole(tensors_of(model.state_dict()))}
@@ -118,6 +125,8 @@ def save_checkpoint(
             save(state, storage_writer=FileSystemWriter(unfinished), no_dist=not together)
         if first:
             _write_adapters(unfinished, model.meta_model if isinstance(model, DistributedModel) else model)
+            if loader is not None:
+                torch.save(loader.state_dict(), unfinished / _LOADER)
             write_json(unfinished / _FACTS, {"format": FORMAT, "version": VERSION, **facts})
             if final.exists():
                 shutil.rmtree(final)
@@ -145,7 +154,12 @@ def _write_adapters(folder: Path, model: nn.Module) -> None:
 
 
 def load_checkpoint(
-    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, scheduler: Any = None
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    loader: Any = None,
 ) -> TrainingState:
     """Loads a checkpoint that any plan wrote into a model; every rank of a distributed model calls it.
 
@@ -154,6 +168,7 @@ def load_checkpoint(
         model: With the same parameters and buffers as the one that was saved; they are overwritten in place.
         optimizer: Likewise; also its learning rates and other settings.
         scheduler: Likewise.
+        loader: Over the same data; its next batch is the one that follows those that were trained.
 
     Returns:
         The saved step and extra data.
@@ -187,6 +202,9 @@ def load_checkpoint(
             if key not in scheduler.state_dict():
                 raise InputError(f"{folder / _FACTS}: scheduler has {show(key)}, which this learning rate schedule lacks")
         scheduler.load_state_dict(facts.scheduler)
+    if loader is not None:
+        _check_loader(loader)
+        _load_loader(folder / _LOADER, loader)
     if isinstance(model, DistributedModel) and facts.random is not None:
         model.random_state = facts.random.seed, facts.random.step
     return TrainingState(folder, facts.step, facts.extra)
@@ -213,6 +231,36 @@ def _resolve(path: Path, model: nn.Module) -> Path:
     if not (folder / _FACTS).is_file():
         raise InputError(f"{folder}: this host does not see the checkpoint; put it on storage that all hosts share")
     return folder
+
+
+def _check_loader(loader: Any) -> None:
+    """Refuses a data loader whose position cannot be saved, or says nothing to another number of processes."""
+    if loader is None:
+        return
+    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        raise InputError(
+            f"checkpoint: a {type(loader).__name__} has no state_dict; use torchdata.stateful_dataloader.StatefulDataLoader"
+        )
+    if getattr(loader, "generator", None) is not None and getattr(loader, "num_workers", 1) == 0:
+        raise InputError(
+            "checkpoint: torchdata draws other numbers too from a loader's own generator, so that later epochs would have "
+            "another order than without the restart; leave generator out and call torch.manual_seed before you make the loader"
+        )
+    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
+        raise InputError(
+            "checkpoint: a DistributedSampler counts the samples of one replica, so that another number of replicas would skip "
+            "samples or repeat them; load the batch of all replicas on every process (distribute with share='global')"
+        )
+
+
+def _load_loader(path: Path, loader: Any) -> None:
+    if not path.is_file():
+        raise InputError(f"{path.parent}: it was saved without a data loader; leave loader out")
+    try:
+        loader.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path}: {one_line(error)}; take an earlier checkpoint, or the loader that was saved") from None
 
 
 def _together(model: nn.Module) -> bool:

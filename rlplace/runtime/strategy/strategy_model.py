@@ -272,7 +272,9 @@ class StrategyModel(DistributedModel):
         for names in self._tied:
             held = next((name for name in names if name in own), None)
             own |= {} if held is None else {name: own[held] for name in names}
-        return {**(destination or {}), **{f"{prefix}{name}": value for name, value in own.items()}}
+        destination = {} if destination is None else destination  # of a module around this one
+        destination.update({f"{prefix}{name}": value for name, value in own.items()})
+        return destination
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:  # type: ignore[override]

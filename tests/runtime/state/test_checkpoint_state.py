@@ -120,6 +120,46 @@ def test_numbers_of_an_optimizer_go_on(tmp_path):
     assert train(again, other, None, range(SAVED, STEPS)) == expected and equal(again, model)
 
 
+def test_a_loader_goes_on(tmp_path):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    model = Model(0)
+    loader, again = (stateful(range(20), batch_size=4, shuffle=True) for _ in range(2))
+    rows = iter(loader)
+    seen = [next(rows), next(rows)]
+    save_checkpoint(tmp_path, model, step=2, loader=loader)
+    load_checkpoint(tmp_path, model, loader=again)
+    rest = [*again]
+    assert [row.tolist() for row in rest] == [row.tolist() for row in rows]
+    assert sorted(torch.cat(seen + rest).tolist()) == [*range(20)]
+    (tmp_path / "step-00000002" / "loader.pt").write_bytes(pickle.dumps(Harm()))
+    with pytest.raises(InputError, match=r"loader\.pt: .*take an earlier checkpoint"):
+        load_checkpoint(tmp_path, model, loader=again)
+    save_checkpoint(tmp_path, model, step=3)
+    with pytest.raises(InputError, match="saved without a data loader"):
+        load_checkpoint(tmp_path, model, loader=again)
+
+
+def test_a_loader_whose_position_is_of_one_process_is_refused(tmp_path):
+    model, rows = Model(0), torch.arange(8)
+    loader = torch.utils.data.DataLoader(rows)
+    with pytest.raises(InputError, match="DataLoader has no state_dict; use torchdata"):
+        save_checkpoint(tmp_path, model, step=1, loader=loader)
+    loader.state_dict = loader.load_state_dict = dict
+    save_checkpoint(tmp_path, model, step=1, loader=loader)
+    own = torch.utils.data.DistributedSampler(rows, num_replicas=2, rank=0)
+    for options, reason in (
+        ({"sampler": own}, "number of replicas"),
+        ({"batch_sampler": torch.utils.data.BatchSampler(own, 2, False)}, "number of replicas"),
+        ({"generator": torch.Generator()}, "leave generator out"),
+    ):
+        other = torch.utils.data.DataLoader(rows, **options)
+        other.state_dict = other.load_state_dict = dict
+        for call in (lambda other=other: save_checkpoint(tmp_path, model, step=1, loader=other),
+                     lambda other=other: load_checkpoint(tmp_path, model, loader=other)):  # fmt: skip
+            with pytest.raises(InputError, match=reason):
+                call()
+
+
 def test_random_numbers_go_on(one_rank, tmp_path):
     """With dropout the losses of the run that is not cut come again; they differ from those of a run that begins anew."""
     plain = Model(0)

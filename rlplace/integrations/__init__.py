@@ -1,0 +1,1 @@
+"""Plans in the training loops of other packages, each an optional extra."""

@@ -251,6 +251,10 @@ def _nothing(tries: Tries, any_uniform: bool, complete: bool) -> Exception:
         if _any_uniform(dataclasses.replace(problem, space=msgspec.structs.replace(problem.space, **{key: None}))):
             relax = f"{key}={','.join(map(str, values))} first"
             break
+    if relax.startswith("tensor="):
+        samples = next(size for size, reason in zip(divisors(problem.batch), unpriced, strict=True) if reason is None)
+        uncut = (problem.costs.why_not(Cut(samples, degree)) for degree in plain(problem.space)["tensor"])
+        relax += next((f" ({reason.removeprefix('tensor_layouts: ')})" for reason in uncut if reason is not None), "")
     near = (problem.batch + way * distance for distance in range(1, problem.batch + 1) for way in (1, -1))
     batch = next((n for n in near if n > 0 and _any_uniform(dataclasses.replace(problem, batch=n))), None)
     instead = "" if batch is None else f", or use a batch of {batch}"

@@ -1,4 +1,6 @@
-"""Caches of keys and values: off in captures and in distributed models, and the user's model unchanged by planning."""
+"""Caches of keys and values, off in captures and in distributed models, and of functions; the user's model is unchanged."""
+
+import functools
 
 import pytest
 import torch
@@ -44,3 +46,36 @@ def test_configurations_of_other_libraries_are_left_alone():
     with caches_off(model):
         assert model.config.use_cache is True
     capture(model, torch.ones(2, 2), loss=torch.sum)
+
+
+@functools.lru_cache
+def positions(length):
+    return torch.arange(length, dtype=torch.float32)
+
+
+def keeping(function):
+    kept = functools.lru_cache(function)
+    return functools.wraps(function)(lambda *args: kept(*args))
+
+
+class Remembering(nn.Module):
+    """Remembers constants in caches of functions, as RT-DETR does its anchors."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    @staticmethod
+    @keeping
+    def scales(length):
+        return torch.ones(length)
+
+    def forward(self, x):
+        return (self.layer(x) * self.scales(4) + positions(4)).square().mean()
+
+
+def test_a_capture_leaves_no_fake_tensors_in_caches_of_functions():
+    model, x = Remembering(), torch.ones(2, 4)
+    for plan in (capture, lambda model, x: facts_of(model, {"x": x})):
+        plan(model, x)
+        assert type(Remembering.scales(4)) is type(positions(4)) is torch.Tensor

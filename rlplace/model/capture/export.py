@@ -35,6 +35,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from rlplace.model.capture.caches import cached_functions, empty
 from rlplace.model.capture.fake import any_dtype_grouped_mm
 from rlplace.model.capture.outputs import register_dataclasses
 from rlplace.model.capture.whole_ops import quick_recurrent_shapes, whole_scans
@@ -141,7 +142,14 @@ def export_training_graph(
         RecomputationError: The model checkpoints activations.
         TransformedError: It calls `torch.vmap` or another function of `torch.func`.
     """
-    with any_dtype_grouped_mm(), quick_recurrent_shapes(), whole_scans(), warnings.catch_warnings():
+    with (
+        any_dtype_grouped_mm(),
+        quick_recurrent_shapes(),
+        whole_scans(),
+        warnings.catch_warnings(),
+        contextlib.ExitStack() as end,
+    ):
+        end.callback(empty, cached_functions(model))
         # nn.LSTM and nn.GRU re-list their own weights while they are traced; export warns about that.
         warnings.filterwarnings("ignore", message="The tensor attribute")
         # It prints the whole graph so far to stderr when a forward depends on tensor values.

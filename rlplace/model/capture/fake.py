@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlplace.model.capture.caches import turn_off_caches
+from rlplace.model.capture.caches import cached_functions, empty, turn_off_caches
 from rlplace.model.torch_adapter import FakeTensor, FakeTensorMode, pytree, shape_rule_of_grouped_mm, without_cpu_autocast
 
 SMALL_CONSTANT_BYTES = 1 << 20
@@ -73,22 +73,38 @@ def computed_values(model: nn.Module) -> dict[int, Any]:
     return found
 
 
-def new_fake_mode() -> FakeTensorMode:
+class ForgetfulFakeMode(FakeTensorMode):
+    """A fake mode after which no fake tensor is left in the caches of functions (`functools.lru_cache`) of a model's code.
+
+    Attributes:
+        caches: Cached functions near the models that `fake_copy` has copied in this mode.
+    """
+
+    caches: frozenset[Any] = frozenset()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        empty(self.caches)
+
+
+def new_fake_mode() -> ForgetfulFakeMode:
     """Returns a fake mode that mixes with the small real constants that a forward creates or holds."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return ForgetfulFakeMode(allow_non_fake_inputs=True)
 
 
-def fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Module:
+def fake_copy(model: nn.Module, mode: ForgetfulFakeMode, dtype: torch.dtype | None = None) -> nn.Module:
     """Copies a module onto fake CPU tensors.
 
     Args:
         model: Real or meta module on any device; it is not touched.
-        mode: Fake mode that owns the copies.
+        mode: Fake mode that owns the copies; it empties the caches of the model's functions whenever it ends.
         dtype: Floating-point parameters and buffers take this dtype; None keeps theirs.
 
     Returns:
         A deep copy whose parameters, buffers and tensor attributes are fake; tied tensors stay tied, and caches are off.
     """
+    mode.caches |= cached_functions(model)
+    empty(mode.caches)
     memo: dict[int, Any] = {key: own for key, own in computed_values(model).items() if isinstance(own, torch.Generator)}
     with mode:
         for tensor in [*model.parameters(), *model.buffers()]:

@@ -330,9 +330,10 @@ def _training(path: Path, seeds: Path) -> None:
     import torch
 
     from rlplace.runtime.state.training_state import load_checkpoint
+    from tests.hostile.seeds import Position
 
     model = torch.nn.Linear(3, 2)
-    load_checkpoint(path.parent, model, torch.optim.Adam(model.parameters()))
+    load_checkpoint(path.parent, model, torch.optim.Adam(model.parameters()), loader=Position())
 
 
 def _model(path: Path, seeds: Path) -> None:
@@ -398,6 +399,7 @@ TARGETS: dict[str, Target] = {
     "training facts": Target(JSON, ("training/step-00000003/rlplace.json",), _training, 0.5),
     "training index": Target(BYTES, ("training/step-00000003/.metadata",), _training, 0.5),
     "training tensors": Target(BYTES, ("training/step-00000003/__0_0.distcp",), _training, 0.5),
+    "training loader": Target(BYTES, ("training/step-00000003/loader.pt",), _training, 0.5),
     "MODEL text": Target(TEXT, tuple(f"model{n}.text" for n in range(5)), _model, 0.25),
     "rates text": Target(TEXT, tuple(f"rates{n}.text" for n in range(3)), _rates, 0.5),
     "cores text": Target(TEXT, tuple(f"cores{n}.text" for n in range(2)), _cores, 0.5),

@@ -7,7 +7,6 @@ GPUs where it is installed. ``int8``: one scale a row. Scales have the dtype of 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Collection
 from itertools import pairwise
 from typing import Any, Optional
@@ -47,9 +46,10 @@ def _unpack(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _kernels() -> bool:
-    if importlib.util.find_spec("bitsandbytes") is None:
+    try:
+        import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401 - which registers them
+    except ImportError:
         return False
-    importlib.import_module("bitsandbytes")
     return True
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from rlplace.runtime.job.distribute import distribute as distribute
     from rlplace.runtime.job.distribute import parallelize as parallelize
     from rlplace.runtime.placement.apply import apply as apply
+    from rlplace.runtime.state.deferred import deferred_weights as deferred_weights
     from rlplace.runtime.state.training_state import load_checkpoint as load_checkpoint
     from rlplace.runtime.state.training_state import save_checkpoint as save_checkpoint
     from rlplace.simulator import simulate as simulate
@@ -68,6 +69,7 @@ _PUBLIC = {
     "apply": "rlplace.runtime.placement.apply",
     "complete_device_map": "rlplace.runtime.export.device_maps",
     "capture": "rlplace.model.capture.capture",
+    "deferred_weights": "rlplace.runtime.state.deferred",
     "diff": "rlplace.explanation.explain",
     "distribute": "rlplace.runtime.job.distribute",
     "distribute_accelerator": "rlplace.runtime.export.trainer",

@@ -74,6 +74,7 @@ def test_no_public_module_has_it(public):
         (torch.distributed.tensor, "StridedShard"),
         (torch.fx.graph_module, "assign_attr"),
         (nn, "NormBase"),
+        (nn.init, "truncated_normal_"),
         (nn, "BatchNorm"),
     ],
 )

@@ -30,6 +30,9 @@ from torch.distributed.utils import _sync_params_and_buffers as broadcast_in_buc
 # Sets an attribute by its dotted path.
 from torch.fx.graph_module import _assign_attr as assign_attribute
 
+# What draws for `torch.nn.init.trunc_normal_`, and draws nothing for tensors without values.
+from torch.nn.init import _no_grad_trunc_normal_ as truncated_normal
+
 # Base classes of norms that keep running statistics, and of dropouts.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -54,6 +57,7 @@ __all__ = [
     "joined_parameter_groups",
     "replicate",
     "to_functional",
+    "truncated_normal",
     "with_parameters",
     "without_mkldnn",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from rlplace.runtime.base.ranks import check_first_batches, check_same_plan, dev
 from rlplace.runtime.base.steps import Loss, micro_batch, samples_of
 from rlplace.runtime.placement.forward_graph import Graphs
 from rlplace.runtime.placement.placed_model import PlacedModel
+from rlplace.runtime.state.training_state import latest_checkpoint, load_checkpoint
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
 from rlplace.runtime.strategy.why_not import COUPLES, why_not
 from rlplace.runtime.strategy.wrap import average_left_out, left_out, sum_parts
@@ -49,6 +51,7 @@ def distribute(
     seed: int = 0,
     graphs: Graphs | None = None,
     mixed_precision: MixedPrecisionPolicy | None = None,
+    weights: str | Path | None = None,
 ) -> DistributedModel:
     """Returns this process's part of a distributed model; every process of the job calls it with the same arguments.
 
@@ -71,6 +74,8 @@ def distribute(
         graphs: Traces of the model, for callers that distribute it by many placements.
         mixed_precision: For strategies, torch's policy of the dtypes in which parameters are gathered and gradients reduced.
             Weights, gradients and optimizer state keep the model's dtype.
+        weights: Values for all parameters instead of the model's, of which a process reads what it keeps: a safetensors file,
+            a folder of such files with the model's names, or a checkpoint of `rlplace.save_checkpoint`. For strategies.
 
     Raises:
         InputError: The plan cannot run like this, with the reason.
@@ -91,6 +96,8 @@ def distribute(
         raise InputError("distribute: gloo sends nothing from a GPU; call init_process_group('nccl'), or give device='cpu'")
     if mixed_precision is not None and plan.strategy is None:
         raise InputError("distribute: mixed_precision is for strategies; call a placed model under torch.autocast")
+    if plan.strategy is None and (weights is not None or any(parameter.is_meta for parameter in model.parameters())):
+        raise InputError("distribute: a placement needs the whole model with its values: build it without deferred_weights()")
     if share != "global" and plan.strategy is None:
         raise InputError("distribute: share='replica' is for plans with replicas, and this one has none; leave it out")
     if dist.get_rank() == 0:
@@ -116,7 +123,11 @@ def distribute(
         samples, wanted = samples_of(inputs), plan.strategy.pipelines[0].microbatch[0]
         if example_inputs is None and samples != wanted:  # the captured batch has another size
             inputs = resize_batch(inputs, samples, wanted)
-        placed = prepare(model, plan.strategy, inputs, where.type, mixed_precision=mixed_precision, **options)
+        saved = None if weights is None or latest_checkpoint(weights, itself=True) is None else weights
+        read = weights if saved is None else None
+        placed = prepare(model, plan.strategy, inputs, where.type, mixed_precision=mixed_precision, weights=read, **options)
+        if saved is not None:
+            load_checkpoint(saved, placed)
     check_first_batches(placed, placed.ranks, placed.batching.share)
     return placed
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import platform
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rlplace.errors import InputError, MissingError
 from rlplace.model.capture.fake import computed_values
+from rlplace.model.zoo.load import LoadedModel
 from rlplace.plan.plan import PlacementPlan
 from rlplace.planned import Planned
 from rlplace.runtime.base.environment import PeakMemory, held_tensors, keep_freed_memory, own_device, read_clock
@@ -25,6 +27,7 @@ from rlplace.runtime.base.ranks import broadcast_object, devices_of, gather_obje
 from rlplace.runtime.base.steps import OPTIMIZERS, synthetic_batch, train_step
 from rlplace.runtime.job.distribute import distribute, microbatch_of, samples_of_step
 from rlplace.runtime.job.verify import TOLERANCE, Reference, RunComparison, alike_draws
+from rlplace.runtime.state.deferred import deferred_weights
 from rlplace.runtime.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -120,7 +123,8 @@ def train(
     if plan.strategy is not None and recipe.master_weights and recipe.dtype in _AUTOCAST:
         policy = MixedPrecisionPolicy(param_dtype=_AUTOCAST[recipe.dtype])
         known = msgspec.structs.replace(recipe, dtype="fp32")
-    loaded = known.build("cpu", options.seed, batch=microbatch_of(plan, recipe.batch))
+    build = partial(known.build, "cpu", options.seed, batch=microbatch_of(plan, recipe.batch))
+    loaded = build() if options.verify or plan.strategy is None else _build_later(build)
     whole = copy.deepcopy(loaded.module, computed_values(loaded.module)) if options.verify and dist.get_rank() == 0 else None
     model = distribute(
         loaded.module, plan, loaded.example_inputs, loss=loaded.loss, device=device, seed=options.seed, mixed_precision=policy
@@ -174,6 +178,17 @@ def train(
     if comparison is not None:
         comparison.compare_state(model)
     return JobResult(losses, first_step, step_s, plan.predicted.step_time_s, ranks, comparison, model.report)
+
+
+def _build_later(build: Callable[[], LoadedModel]) -> LoadedModel:
+    """Builds a model whose weights are made where they are kept; whole where that cannot be recorded, and says so."""
+    try:
+        with deferred_weights():
+            return build()
+    except InputError as refusal:
+        if dist.get_rank() == 0:
+            print(f"run: every process builds the whole model first: {refusal}", file=sys.stderr, flush=True)
+        return build()
 
 
 def _ranks(plan: PlacementPlan, device: torch.device, seconds: list[float], peak_bytes: int | None) -> list[dict[str, Any]]:

@@ -209,8 +209,15 @@ def load_checkpoint(
     return TrainingState(folder, facts.step, facts.extra)
 
 
-def latest_checkpoint(folder: str | Path) -> Path | None:
-    """Returns the complete checkpoint of the most steps in a folder, as this host sees it; None when there is none."""
+def latest_checkpoint(folder: str | Path, *, itself: bool = False) -> Path | None:
+    """Returns the complete checkpoint of the most steps in a folder, as this host sees it; None when there is none.
+
+    Args:
+        folder: Of checkpoints.
+        itself: Whether it may be a checkpoint.
+    """
+    if itself and (Path(folder) / _FACTS).is_file():
+        return Path(folder)
     complete = _complete(Path(folder))
     return complete[-1] if complete else None
 
@@ -222,7 +229,7 @@ def _complete(folder: Path) -> list[Path]:
 
 def _resolve(path: Path, model: nn.Module) -> Path:
     """Returns the checkpoint at a path, the same on every rank."""
-    folder = path if (path / _FACTS).is_file() else latest_checkpoint(path)
+    folder = latest_checkpoint(path, itself=True)
     if _together(model):
         folder = broadcast_object(folder)
     if folder is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,15 +83,23 @@ class MeshPlace:
         return found
 
 
-def check_same(model: nn.Module) -> None:
+def check_same(model: nn.Module, weights: str | Path | None = None) -> None:
     """Refuses a model whose parameters are not the same on all processes; every process of the job calls it.
 
+    Args:
+        model: What makes parameters without values is compared.
+        weights: What all parameters are loaded from instead.
+
     Raises:
-        InputError: They differ, or have no values yet.
+        InputError: They differ.
     """
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise InputError("native: the model is on the meta device; give its parameters values first, the same on all processes")
-    own = [float(parameter.detach().sum(dtype=torch.float64)) for parameter in model.parameters()]
+
+    def of(parameter: nn.Parameter) -> Any:
+        if weights is not None:
+            return str(weights)
+        return parameter.deferred.digest() if parameter.is_meta else float(parameter.detach().sum(dtype=torch.float64))  # type: ignore[attr-defined]
+
+    own = [of(parameter) for parameter in model.parameters()]
     if any(other != own for other in gather_objects(own)):
         raise InputError("native: parameters differ between processes; build the model from one seed, or load one checkpoint")
 

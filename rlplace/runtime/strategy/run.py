@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from rlplace.plan.strategy import Pipeline, Strategy
 from rlplace.runtime.base.batches import Batch, cast, repeated
 from rlplace.runtime.base.model import Batching
 from rlplace.runtime.base.steps import Loss
+from rlplace.runtime.state.values import Values, deferred_values, move, saved_values
 from rlplace.runtime.state.whole import ParameterHooks
 from rlplace.runtime.strategy.blocks import observe, tied_names, units
 from rlplace.runtime.strategy.buffers import Accumulation, StepBuffers
@@ -46,6 +48,7 @@ def prepare(
     loss: Loss | None = None,
     seed: int = 0,
     mixed_precision: MixedPrecisionPolicy | None = None,
+    weights: str | Path | None = None,
 ) -> StrategyModel:
     """Makes this process run its part of a model as a strategy says.
 
@@ -60,6 +63,7 @@ def prepare(
         loss: See `rlplace.distribute`.
         seed: Of what the model draws.
         mixed_precision: See `rlplace.distribute`.
+        weights: See `rlplace.distribute`.
 
     Raises:
         InputError: It cannot be run, with the reason (`why_not`).
@@ -83,20 +87,23 @@ def prepare(
         raise InputError("native: output_dtype would cast what stages of a pipeline send; leave it out")
     if mixed_precision is not None and (facts.batch_norm or facts.sync_norm):
         raise InputError("native: mixed_precision casts no running statistics, which norms keep here; use torch.autocast")
+    values = deferred_values(model)
+    if weights is not None:
+        values = saved_values(weights, model)
     place = find_place(strategy, device_type)
-    check_same(model)
+    check_same(model, weights)
     hooks, meta = ParameterHooks(model), meta_copy(model)
     make = partial(
         StrategyModel, meta, strategy, place, names=tuple(example_inputs), loss=loss, seed=seed, hooks=hooks,
         batching=batching or Batching("global", (), strategy.reduction),
     )  # fmt: skip
     if len(strategy.stages) > 1:
-        more = _pipelined(model, meta, strategy, place, example_inputs, layouts, facts.blocks, mixed_precision)
+        more = _pipelined(model, meta, strategy, place, example_inputs, layouts, facts.blocks, mixed_precision, values=values)
         return make(**more)
     stage = strategy.stages[0]
     join_statistics(model, place, everywhere=strategy.statistics == "batch")
     captured = capture(model, example_inputs, named) if stage.sequence_parallel else None
-    model.to(place.device)
+    move(model, place.device)
     if layouts is not None:
         lay_out(place, stage, layouts, found, captured)
     if strategy.couple == "gather" and loss is None and place.data_degree > 1:
@@ -104,7 +111,7 @@ def prepare(
         forward.record(example_inputs)
         vars(model)["forward"] = forward
     how: dict[str, Any] = {"outside": outside, "mixed_precision": mixed_precision, "unreached": unreached}
-    root = wrap_stage(model, found, stage, place, pipelined=False, **how)
+    root = wrap_stage(model, found, stage, place, values, pipelined=False, **how)
     buffers = StepBuffers([model], by_replica=strategy.buffers == "replica")
     runner = Accumulation(root, place.device, every_pass=stage.sharding > 1, buffers=buffers)
     return make({0: model}, runner, roots=[model])
@@ -119,6 +126,8 @@ def _pipelined(
     layouts: ModelLayouts | None,
     blocks: Collection[str],
     mixed_precision: MixedPrecisionPolicy | None,
+    *,
+    values: Values,
 ) -> dict[str, Any]:
     """Returns the arguments of `StrategyModel` for the stages of this process."""
     pipeline, names, statistics = strategy.pipelines[0], tied_names(model), strategy.statistics
@@ -127,9 +136,11 @@ def _pipelined(
     dtype = None if mixed_precision is None else mixed_precision.param_dtype
     captured, across, stages = _cut(model, inputs, pipeline, dtype, layouts)
     ties = StageTies(names, pipeline, stages, place)
-    bodies = {number: stage_module(captured, stages[number], place.device).to(place.device) for number in place.stages}
+    bodies = {number: stage_module(captured, stages[number], place.device) for number in place.stages}
     for path in uncalled(captured, blocks) if 0 in bodies else ():  # no step trains them; they are kept for checkpoints
-        bodies[0].add_submodule(path, captured.units[path].to(place.device))
+        bodies[0].add_submodule(path, captured.units[path])
+    for body in bodies.values():
+        move(body, place.device)
     ties.part(bodies)
     held = {id(module) for body in bodies.values() for module in body.modules()}
     for module in captured.units.values():
@@ -143,7 +154,8 @@ def _pipelined(
         inside = {path: module for path, module in captured.units.items() if id(module) in own}
         if layouts is not None and pipeline.stages[number].axis("tensor") > 1:
             lay_out(place, pipeline.stages[number], layouts, inside, captured, across=across)
-        wrap_stage(root, inside, pipeline.stages[number], place, pipelined=True, mixed_precision=mixed_precision)
+        own_values = {f"body.{name}": value for name, value in values.items()}
+        wrap_stage(root, inside, pipeline.stages[number], place, own_values, pipelined=True, mixed_precision=mixed_precision)
 
     def record(inputs: Batch) -> Recorded:
         again, _, recut = _cut(meta, inputs, pipeline, dtype, layouts)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from rlplace.model.capture.export import lies_in
 from rlplace.plan.strategy import Pipeline, Stage
+from rlplace.runtime.state.values import Values, fill
 from rlplace.runtime.state.whole import local_part, own_part, whole_tensor
 from rlplace.runtime.strategy.cut import StageGraph
 from rlplace.runtime.strategy.mesh import MeshPlace
@@ -159,6 +160,7 @@ def wrap_stage(
     blocks: Mapping[str, nn.Module],
     stage: Stage,
     place: MeshPlace,
+    values: Values,
     *,
     pipelined: bool,
     outside: Collection[str] = (),
@@ -172,6 +174,7 @@ def wrap_stage(
         blocks: Its blocks by path.
         stage: The stage of the strategy.
         place: Coordinates of this process.
+        values: Of parameters that have none yet, or other ones; shares of them are made after sharding.
         pipelined: Whether torch's schedules will drive it.
         outside: Blocks whose parameters are read while they do not run: they are gathered with the root's.
         mixed_precision: Dtype that parameters are cast to; it needs torch's wrappers for one replica, too.
@@ -180,6 +183,8 @@ def wrap_stage(
     for path, how in stage.recompute.items():
         for unit in (unit for name, unit in blocks.items() if lies_in(name, path)):
             recompute(unit, how)
+    if stage.sharding == 0:
+        fill(root, values, place.device)
     if stage.data_degree == 1 and mixed_precision is None:
         return root
     cast: dict[str, Any] = {} if mixed_precision is None else {"mp_policy": mixed_precision}
@@ -209,7 +214,14 @@ def wrap_stage(
             shared(block, offload_policy=offload(inside, place.device))
     everything = len(stage.offload) == len(stage.blocks) and bool(stage.blocks)
     shared(root, offload_policy=offload("all" if everything else None, place.device))
+    if stage.sharding:
+        fill(root, values, place.device, [root] if everything else [b for path, b in blocks.items() if _inside(path, stage)])
     return root
+
+
+def _inside(path: str, stage: Stage) -> bool:
+    """Returns whether a block lies in one whose parameters are in host memory."""
+    return any(lies_in(path, name) for name in stage.offload)
 
 
 def _shard_dim(parameter: nn.Parameter) -> Shard | None:

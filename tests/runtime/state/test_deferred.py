@@ -1,0 +1,115 @@
+"""Models whose weights are made or loaded by the processes that keep them have the values of the plain model, bit by bit."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.init import orthogonal_
+
+import rlplace
+from rlplace.errors import InputError
+from rlplace.runtime.state.deferred import deferred_weights
+from tests.runtime import small_models
+from tests.runtime.strategy.native_cases import chain, flat
+
+
+class Odd(nn.Module):
+    """Parameters that come about in unlike ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 8, padding_idx=3)
+        self.drawn, shared = nn.Parameter(torch.randn(5, 5)), nn.Parameter(torch.zeros(3))
+        self.one, self.other = shared, shared
+        self.computed = nn.Parameter(torch.randn(4) * 0.1)
+        self.rows = nn.Parameter(torch.arange(6.0).view(2, 3))
+        self.head = nn.Linear(8, 50, bias=False)
+        self.head.weight = self.table.weight
+        nn.init.trunc_normal_(self.head.weight, std=0.02)  # draws by what it has drawn
+        nn.init.normal_(self.drawn, generator=torch.Generator().manual_seed(5))
+        self.rows.data.mul_(2)
+        nn.init.orthogonal_(self.drawn[:3])
+        self.layers = nn.ModuleList([nn.LSTM(4, 6), nn.MultiheadAttention(8, 2), nn.BatchNorm1d(4)])
+        self.register_buffer("noise", torch.randn(3))
+
+
+def built(make, seed=3):
+    torch.manual_seed(seed)
+    return make(), torch.rand(2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Odd, lambda: Odd().to(torch.bfloat16), lambda: small_models.gpt2()[0], lambda: small_models.llama()[0]],
+    ids=["odd", "cast", "gpt2", "llama"],
+)
+def test_made_later_with_the_bits_of_the_plain_model(make):
+    plain, drawn = built(make)
+    with deferred_weights():
+        later, again = built(make)
+    assert torch.equal(drawn, again)  # random numbers go on as if all had been made
+    expected = dict(plain.named_parameters(remove_duplicate=False))
+    for name, parameter in later.named_parameters(remove_duplicate=False):
+        assert parameter.is_meta
+        assert torch.equal(parameter.deferred.make().to(parameter.dtype), expected.pop(name))
+    assert not expected and len(list(later.parameters())) == len(list(plain.parameters()))  # ties stay
+    for name, buffer in later.named_buffers():
+        assert torch.equal(buffer, plain.get_buffer(name))
+
+
+def test_values_computed_from_others_are_refused():
+    with pytest.raises(InputError, match="computed from others"), deferred_weights():
+        orthogonal_(nn.Linear(4, 4).weight)
+
+
+STRATEGIES = {
+    "level 1": flat("gpt2", {"shard": 2}, 1, devices=(0, 1)),
+    "level 0": flat("gpt2", {"replicate": 2}, 0, devices=(0, 1)),
+    "level 3, offload": flat("gpt2", {"shard": 2}, 3, devices=(0, 1), offload="all"),
+    "tensor": flat("gpt2", {"tensor": 2}, 0, devices=(0, 1)),
+    "pipeline, tied": chain("gpt2", [[0], [1]], "1f1b", mesh={}, sharding=0),
+}
+
+
+def make():
+    return small_models.gpt2(n_layer=4)[0]
+
+
+def start(folder):
+    """Results by strategy and way: whether all values are those of the plain model, and its loss of a step."""
+    from rlplace.plan.plan import PlacementPlan
+    from rlplace.plan.strategy import Strategy
+    from rlplace.runtime.state.whole import whole_state_dict
+
+    plain = built(make)[0]
+    ids = torch.randint(0, 64, (8, 8), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
+    loss = plain(**batch).loss.item()
+    found = {}
+    for strategy, described in STRATEGIES.items():
+        plan = PlacementPlan("0" * 64, "mine", 0, [], strategy=Strategy.from_dict(described))
+        for way, seed, weights in (("made", 3, None), ("safetensors", 4, folder), ("checkpoint", 4, folder / "saved")):
+            with deferred_weights():
+                model = built(make, seed)[0]
+            inputs = {name: value[:1] for name, value in batch.items()}
+            model = rlplace.distribute(model, plan, inputs, device="cpu", weights=weights)
+            if way == "made" and strategy == "level 1":
+                rlplace.save_checkpoint(folder / "saved", model, step=1)
+            whole = whole_state_dict(model)
+            same = {name for name, value in whole.items() if torch.equal(value, plain.state_dict()[name])}
+            found[strategy, way] = len(whole) - len(same), model(**batch).loss.item() - loss
+    return found
+
+
+@pytest.mark.slow
+def test_processes_make_or_load_what_they_keep(tmp_path):
+    from safetensors.torch import save_model
+
+    from tests.runtime.job.launch import run
+
+    save_model(built(make)[0], tmp_path / "model.safetensors")
+    (tmp_path / "saved").mkdir()
+    for found in run(2, start, tmp_path):
+        assert len(found) == 3 * len(STRATEGIES)
+        for case, (other, difference) in found.items():
+            assert other == 0, case
+            assert abs(difference) < 1e-5, case

@@ -17,7 +17,7 @@ BLOCKS = {
     "lent": LENT,
     "llama": LLAMA,
     "frozen ends": LLAMA,
-    **dict.fromkeys(("adapters", "adapters of columns"), tuple(f"base_model.model.{block}" for block in LLAMA)),
+    **dict.fromkeys(("adapters", "adapters of columns", "packed"), tuple(f"base_model.model.{block}" for block in LLAMA)),
     "short llama": SHORT_LLAMA,
     "gpt2": GPT2,
     "short": SHORT,

@@ -107,7 +107,16 @@ def with_adapters(*targets):
     return get_peft_model(small_models.llama(layers=4, kv_heads=4)[0], config)
 
 
+def with_packed_weights():
+    """The same with frozen weights of 8 bits."""
+    from rlplace.model.quantize import quantize
+
+    model = with_adapters("q_proj", "down_proj")
+    return quantize(model, "int8", [model.get_output_embeddings()])
+
+
 MODELS = {
+    "packed": with_packed_weights,
     "frozen ends": frozen_ends,
     "adapters": lambda: with_adapters("q_proj", "v_proj", "o_proj", "down_proj"),
     "adapters of columns": lambda: with_adapters("q_proj", "up_proj"),

@@ -1,4 +1,4 @@
-"""Models with frozen parts, among them adapters by PEFT, train under strategies as the plain model does."""
+"""Models with frozen parts, packed ones and adapters by PEFT train under strategies as the plain model does."""
 
 from functools import cache
 
@@ -32,6 +32,8 @@ CASES |= {
     (model, "along the sequence"): flat(model, {"shard": 2, "tensor": 2}, 1, sequence_parallel=True)
     for model in ("frozen ends", "adapters of columns")
 }
+PACKED = ("replicas", "replicas of shards", "gathered again", "stages, replicas", "stages, shards")
+CASES |= {("packed", name): cases_of("packed")[name] for name in PACKED}
 
 
 @cache

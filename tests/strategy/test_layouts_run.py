@@ -35,9 +35,9 @@ SMALL = "num_hidden_layers=1,hidden_size=64,intermediate_size=128,num_attention_
 MODELS = (
     "hf:gpt2,n_layer=1,n_embd=64,n_head=8",
     f"hf:llama,{SMALL},num_key_value_heads=8",
-    f"hf:mixtral,{SMALL},num_key_value_heads=8",
-    f"hf:qwen3,{SMALL},num_key_value_heads=8",
-    f"hf:gemma,{SMALL},num_key_value_heads=8,head_dim=8",
+    f"hf:mixtral,{SMALL},num_key_value_heads=2",
+    f"hf:qwen3,{SMALL},num_key_value_heads=2",
+    f"hf:gemma2,{SMALL},num_key_value_heads=4,head_dim=8",
     f"hf:bert,{SMALL}",
     f"hf:vit,{SMALL}",
     f"hf:gpt_neox,{SMALL}",
@@ -50,7 +50,7 @@ MODELS = (
 )
 
 
-WITH_SEQUENCE = ("gpt2", "llama", "qwen3", "gemma", "bert", "gpt_neox")
+WITH_SEQUENCE = ("gpt2", "llama", "qwen3", "gemma2", "bert", "gpt_neox")
 
 
 def asked(spec, device="meta"):

@@ -215,7 +215,9 @@ def tensor_wraps(exported: ExportedPlan) -> Wraps:
     assert exported.layouts is not None
     sequence, degree = exported.stage.sequence_parallel, exported.stage.axis("tensor")
     blocks: dict[str, list[str]] = {}
-    entries = [f"{path}.{region.entry}" for path, b in exported.layouts.blocks.items() for region in b.regions if region.entry]
+    entries = [
+        f"{path}.{name}" for path, b in exported.layouts.blocks.items() for region in b.regions for name in region.entries
+    ]
     watched = {name: exported.model.get_submodule(name) for name in (*exported.layouts.blocks, *entries)}
     calls = observe(exported.model, exported.inputs, watched).calls if sequence else {}
     for path, layout in exported.layouts.blocks.items():
@@ -256,11 +258,11 @@ def _check(exported: ExportedPlan, path: str, layout: BlockLayout) -> None:
     for region in layout.regions:
         products = [product.module for product in (*region.columns, *region.rows)]
         strange = [name for name in products if type(exported.model.get_submodule(f"{path}.{name}")) is not nn.Linear]
-        if strange or region.packed or region.stored or region.local:
+        if strange or region.packed or region.stored or region.local or 0 < region.heads < exported.stage.axis("tensor"):
             name = f"{path}.{(strange or [region.columns[0].module])[0]}"
             raise InputError(
-                f"export: {show(name)} is no plain nn.Linear, or packs several weights, and torch's tensor-parallel styles cut "
-                "nothing else; run the plan with rlplace.distribute, or plan with --space tensor=1"
+                f"export: {show(name)} is no plain nn.Linear, packs several weights, or repeats heads, and torch's "
+                "tensor-parallel styles cut nothing else; run the plan with rlplace.distribute, or plan with --space tensor=1"
             )
     held = [names for names in tied_names(exported.model) if any(name.startswith(f"{path}.") for name in names)]
     if held:
@@ -270,11 +272,14 @@ def _check(exported: ExportedPlan, path: str, layout: BlockLayout) -> None:
 def _styles(path: str, layout: BlockLayout, calls: dict[str, Any], sequence: bool) -> str:
     styles: dict[str, str] = {name: "SequenceParallel()" for name in layout.positions if sequence}
     for region in layout.regions:
-        alone = len(region.columns) == 1 and region.entry == region.columns[0].module
-        if sequence and not alone:
-            styles[region.entry] = _entry(calls[f"{path}.{region.entry}"], "Shard(1)", "Replicate()")
+        alone = {product.module for product in region.columns} & set(region.entries if sequence else ())
+        for name in region.entries if sequence else ():
+            if name not in alone:
+                styles[name] = _entry(calls[f"{path}.{name}"], "Shard(1)", "Replicate()")
         for product in region.columns:
-            styles[product.module] = "ColwiseParallel(input_layouts=Shard(1))" if sequence and alone else "ColwiseParallel()"
+            styles[product.module] = (
+                "ColwiseParallel(input_layouts=Shard(1))" if product.module in alone else "ColwiseParallel()"
+            )
         for product in region.rows:
             styles[product.module] = "RowwiseParallel(output_layouts=Shard(1))" if sequence else "RowwiseParallel()"
     lines = (f'            "{name}": {style},' for name, style in styles.items())

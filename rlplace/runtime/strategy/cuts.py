@@ -57,13 +57,16 @@ class Product:
 class Region:
     """Products that share a cut."""
 
-    source: fx.Node  # activation that its first products read
+    source: fx.Node  # activation that its first products read, or the last of them where they read several
     columns: tuple[Product, ...]  # products that start it
-    entry: str  # path of a module around all columns that gets the source and uses it for them only; "" where there is none
+    entries: tuple[str, ...]  # paths of modules around all columns that get the source and use it for them only, or none
     rows: list[Product] = field(default_factory=list)  # products that end it
     pairs: tuple[tuple[Product, Product], ...] = ()  # of adapters: one that stays whole, and the column that alone reads it
     nodes: dict[fx.Node, int] = field(default_factory=dict)  # nodes whose values are cut, and the dimension
     sizes: set[int] = field(default_factory=set)  # sizes of the cut dimensions on the way; the degree must divide all
+    # columns of keys and values that groups of heads share, and how many heads these have: more processes repeat them
+    shared: dict[str, int] = field(default_factory=dict)
+    grouped: set[str] = field(default_factory=set)  # modules whose attention shares them, which know how many heads do
     packed: dict[str, int] = field(default_factory=dict)  # parts that a column packs, by module path; others pack one
     # attributes (module path, name) that hold the size of a packed part, or a number of heads
     stored: set[tuple[str, str]] = field(default_factory=set)
@@ -79,6 +82,11 @@ class Region:
     def draws(self) -> bool:
         """Presence of an op that draws random numbers."""
         return any(is_random(node) for node in self.nodes)
+
+    @property
+    def heads(self) -> int:
+        """Heads of keys and values that may be held several times; 0 where there are none."""
+        return math.gcd(*self.shared.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,23 +139,27 @@ def _product(node: fx.Node, parameters: Mapping[fx.Node, str]) -> Product | None
 
 
 def regions(block: BlockGraph) -> tuple[list[Region], list[str]]:
-    """Returns the regions of a block in the order of their sources, and why other products stay whole."""
+    """Returns the regions of a block in the order of their sources, and why other products stay whole.
+
+    Products that cannot be cut alone are tried with those of each source before that could not either: queries read another
+    activation than keys and values where a decoder attends to an encoder.
+    """
     found: list[Region] = []
-    reasons: list[str] = []
+    alone: dict[tuple[Product, ...], str] = {}
     for source in dict.fromkeys(product.source for product in block.products.values()):
         ended = [product for region in found for product in region.products]
         columns = tuple(one for one in block.products.values() if one.source is source and one not in ended)
-        try:
-            found += [_region(block, source, columns)] if columns else []
-        except RefusedError as error:
-            pairs = tuple((one, second) for one in columns if (second := _alone_after(block, one)) is not None)
+        pairs = tuple((one, second) for one in columns if (second := _alone_after(block, one)) is not None)
+        tries = [((), ()), *([((), pairs)] if 0 < len(pairs) < len(columns) else ()), *((others, ()) for others in alone)]
+        for others, adapters in tries if columns else ():
             try:
-                if not pairs or len(pairs) == len(columns):
-                    raise
-                found.append(_region(block, source, columns, pairs))
-            except RefusedError:
-                reasons.append(f"{', '.join(product.module for product in columns)}: {error}")
-    return found, reasons
+                found.append(_region(block, source, (*others, *columns), adapters))
+                for cut in (others, columns):
+                    alone.pop(cut, None)
+                break
+            except RefusedError as error:
+                alone.setdefault(columns, str(error))
+    return found, [f"{', '.join(product.module for product in columns)}: {reason}" for columns, reason in alone.items()]
 
 
 def _alone_after(block: BlockGraph, product: Product) -> Product | None:
@@ -165,12 +177,12 @@ def _alone_after(block: BlockGraph, product: Product) -> Product | None:
 def _region(
     block: BlockGraph, source: fx.Node, columns: tuple[Product, ...], pairs: tuple[tuple[Product, Product], ...] = ()
 ) -> Region:
-    entry, firsts = _entry(block, source, columns), [first for first, _ in pairs]
-    region = Region(source, tuple(one for one in columns if one not in firsts), entry, pairs=pairs)
+    together, firsts = all(product.source is source for product in columns), [first for first, _ in pairs]
+    entries = _entries(block, source, columns) if together else ()
+    region = Region(source, tuple(one for one in columns if one not in firsts), entries, pairs=pairs)
     for product in region.products:
-        value = product.node.meta["val"]
-        region.nodes[product.node] = value.dim() - 1
-        region.sizes.add(value.shape[-1])
+        region.nodes[product.node] = product.node.meta["val"].dim() - 1
+    behind = {product.node: frozenset((product.module,)) for product in region.products}  # columns behind the nodes
     for node in block.graph.nodes:
         if node in region.nodes or not any(value in region.nodes for value in node.all_input_nodes):
             continue
@@ -183,8 +195,17 @@ def _region(
             region.rows.append(product)
         elif (dim := _follow(node, region, block)) is not None:
             region.nodes[node] = dim
+            behind[node] = frozenset().union(*(behind[value] for value in node.all_input_nodes if value in behind))
+            if shared := _shared(node, region, behind):
+                region.shared.update(shared)
+                region.grouped.add(module_path(node))
     if not region.rows:
         raise RefusedError("no product sums over its results")
+    if region.shared.keys() & {*region.packed, *(second.module for _, second in pairs)}:
+        region.shared.clear()
+    for node, dim in region.nodes.items():
+        if isinstance(value := node.meta["val"], torch.Tensor) and not behind[node] <= region.shared.keys():
+            region.sizes.add(value.shape[dim])
     for product in region.products:  # its module does nothing else, so that its forward may be replaced
         names = {_name(node) for node in block.graph.nodes if module_path(node) == product.module}
         if not names <= {*_PLACES, "add", *_TRANSPOSES, *_SAME_VALUE}:
@@ -196,15 +217,24 @@ def _region(
     return region
 
 
-def _entry(block: BlockGraph, source: fx.Node, columns: Sequence[Product]) -> str:
-    """Returns the outermost module around all columns that reads the source for them alone, and no other activation.
+def _entries(block: BlockGraph, source: fx.Node, columns: Sequence[Product]) -> tuple[str, ...]:
+    """Returns the outermost modules around the columns that read the source for them alone, and no other activation.
 
     Code between two modules may read shapes of the arguments of the outer one, hence the outermost.
     """
-    path = columns[0].module.split(".")
-    outwards = (".".join(path[: depth + 1]) for depth in range(len(path)))
-    around = (one for one in outwards if all(lies_in(product.module, one) for product in columns))
-    return next((one for one in around if _reads_alone(block, source, columns, one)), "")
+    found: list[str] = []
+    for column in columns:
+        if any(lies_in(column.module, path) for path in found):
+            continue
+        names = column.module.split(".")
+        for path in (".".join(names[: depth + 1]) for depth in range(len(names))):
+            inside = [product for product in columns if lies_in(product.module, path)]
+            if _reads_alone(block, source, inside, path):
+                found.append(path)
+                break
+        else:
+            return ()
+    return tuple(found)
 
 
 def _reads_alone(block: BlockGraph, source: fx.Node, columns: Sequence[Product], path: str) -> bool:
@@ -213,12 +243,13 @@ def _reads_alone(block: BlockGraph, source: fx.Node, columns: Sequence[Product],
     readers, seen = [source], {source, *(product.node for product in columns)}
     while readers:
         for user in readers.pop().users:
-            if user in seen or not lies_in(module_path(user), path):
+            if user in seen:
                 continue
-            if _name(user) not in _SAME_VALUE:
+            if _name(user) in _SAME_VALUE:
+                seen.add(user)
+                readers.append(user)
+            elif lies_in(module_path(user), path):
                 return False
-            seen.add(user)
-            readers.append(user)
     own = [node for node in block.graph.nodes if node.op != "get_attr" and lies_in(module_path(node), path)]
     read = {value for node in own for value in node.all_input_nodes if value in block.live and value.op != "get_attr"}
     return all(value in seen or lies_in(module_path(value), path) for value in read)
@@ -227,6 +258,25 @@ def _reads_alone(block: BlockGraph, source: fx.Node, columns: Sequence[Product],
 def common_parts(found: Iterable[Region]) -> int:
     """Returns the number that the degree must divide; 0 without regions."""
     return math.gcd(*(size for region in found for size in region.sizes))
+
+
+def _shared(node: fx.Node, region: Region, behind: Mapping[fx.Node, frozenset[str]]) -> dict[str, int]:
+    """Returns columns whose heads an op hands to groups of heads, with their number: keys and values of grouped attention."""
+    name, found = _name(node), dict[str, int]()
+    if name == "scaled_dot_product_attention":
+        query, *shared = (value for value in node.args[:3] if isinstance(value, fx.Node))
+        heads = query.meta["val"].shape[1]
+    elif name == "expand":
+        shared, heads = node.all_input_nodes[:1], 0
+    else:
+        return found
+    for value in shared:
+        dim = region.nodes.get(value)
+        own = 0 if dim is None else value.meta["val"].shape[dim]
+        grows = dim is not None and node.meta["val"].shape[dim + 1] > value.meta["val"].shape[dim + 1] == 1
+        if dim is not None and (own < heads if heads else grows):
+            found |= dict.fromkeys(behind[value], own)
+    return found
 
 
 def check_draws(block: BlockGraph, found: Sequence[Region]) -> None:
@@ -261,8 +311,6 @@ def _follow(node: fx.Node, region: Region, block: BlockGraph) -> int | None:
         raise RefusedError(f"nothing is known of {node.name}")
     place = passed(node, region.nodes, partial(_partial_sum, region, block))
     if name in _VIEWS:
-        source: Any = node.args[0]
-        region.sizes.update((source.meta["val"].shape[region.nodes[source]], value.shape[place]))
         shape: Any = node.args[1] if name in _RESHAPES and len(node.args) > 1 else ()
         if isinstance(shape, (list, tuple)) and -1 in shape and shape.index(-1) != place:
             region.stored.add((module_path(node), "num_heads"))  # a whole number of heads would be made up for elsewhere
@@ -359,7 +407,6 @@ def _packed(node: fx.Node, region: Region, block: BlockGraph) -> int:
     if len(sizes) > 1 or source not in block.products:
         raise RefusedError(f"{node.name} splits the cut dimension into unlike parts")
     region.packed[block.products[source].module] = len(node.meta["val"])
-    region.sizes.update(sizes)
     if _name(node) == "split":
         region.stored.add((module_path(node), "split_size"))
     return dim
@@ -378,7 +425,7 @@ def sequence_modules(block: nn.Module, graph: BlockGraph, found: Sequence[Region
     inside = {node for region in found for node in (*region.nodes, *(first.node for first, _ in region.pairs))}
     rows = {product.module for region in found for product in region.rows}
     columns = {product.module for region in found for product in region.products} - rows
-    if any(not region.entry for region in found):
+    if any(not region.entries for region in found):
         raise RefusedError("no module takes in what several products read")
     split, modules = {inputs[0]: SEQUENCE}, set[str]()
     for node in graph.graph.nodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,11 +88,12 @@ def find_layouts(units: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> M
         for region in layout.regions:
             layouts |= {f"{path}.{p.module}": "row" if p in region.rows else "column" for p in region.products}
             layouts |= {f"{path}.{name}": "local" for name in region.local}
-    parts = common_parts(region for layout in blocks.values() for region in layout.regions)
+    every = [region for layout in blocks.values() for region in layout.regions]
+    parts, heads = common_parts(every), tuple(sorted({region.heads for region in every} - {0}))
     no_tensor = None if blocks else next(iter(reasons), "no block has two products in a row")
     sequence = next((f"block {path}: {b.no_sequence}" for path, b in blocks.items() if b.no_sequence), None)
     positions = 0 if sequence or not blocks else _activation(calls[next(iter(blocks))]).shape[1]
-    return ModelLayouts(no_tensor, parts, sequence, layouts, _vocabulary(units, readers), positions, blocks)
+    return ModelLayouts(no_tensor, parts, heads, sequence, layouts, _vocabulary(units, readers), positions, blocks)
 
 
 def _settings(block: nn.Module) -> Any:
@@ -148,13 +150,21 @@ def _block_layout(block: nn.Module, call: Call) -> BlockLayout:
     check_draws(graph, found)
     if not found:
         return BlockLayout((), reasons)
-    parts = common_parts(found)
-    degree = next((n for n in range(2, parts + 1) if parts % n == 0), None)
-    if degree is None:
+    parts, heads = common_parts(found), math.lcm(*(region.heads for region in found if region.heads))
+    degrees = [n for n in range(2, parts + 1) if parts % n == 0 and (heads % n == 0 or n % heads == 0)]
+    if not degrees:
         raise RefusedError("its heads and widths have no divisor in common")
+    degree = degrees[0]
     draws = any(is_random(node) for node in graph.graph.nodes)
     whole = BlockLayout(found, reasons, (), draws)
     _try(block, call, graph, whole, degree, sequence=False)
+    try:
+        for repeating in [n for n in degrees if n > heads][:1]:
+            _try(block, call, graph, whole, repeating, sequence=False)
+    except RefusedError:  # its code is for whole heads: the degree has to divide them
+        for region in found:
+            region.sizes.update(region.shared.values())
+            region.shared.clear()
     try:
         layout = BlockLayout(found, reasons, sequence_modules(block, graph, found), draws)
         if _activation(call).shape[1] % degree == 0:
@@ -220,6 +230,8 @@ def _check_views(graph: BlockGraph, found: Sequence[Region], shapes: Sequence[li
     replaced = {product.module for region in found for product in region.products}
     views = [node for node in graph.graph.nodes if getattr(node.target, "_opname", "") in _VIEWS]
     views = [node for node in views if module_path(node) not in replaced]
+    if len(shapes) < len(views):  # a head for every process: nothing is repeated
+        views = [node for node in views if getattr(getattr(node.args[0], "target", None), "_opname", "") != "expand"]
     cut = {node: dim for region in found for node, dim in region.nodes.items()}
     wanted = [_part_of(node.meta["val"].shape, cut.get(node), degree) for node in views]
     if len(shapes) != len(views) or any(node in cut and a != b for node, a, b in zip(views, shapes, wanted, strict=True)):
@@ -227,7 +239,7 @@ def _check_views(graph: BlockGraph, found: Sequence[Region], shapes: Sequence[li
 
 
 def _part_of(shape: Sequence[int], cut: int | None, degree: int) -> list[int]:
-    return [size // degree if dim == cut else size for dim, size in enumerate(shape)]
+    return [max(1, size // degree) if dim == cut else size for dim, size in enumerate(shape)]
 
 
 def lay_out(

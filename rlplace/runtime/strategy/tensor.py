@@ -106,16 +106,20 @@ class TensorParallel:
         """Lays out the products of a block, and the modules that work by positions."""
         block.register_forward_hook(self._forget)
         for region in regions:
-            if region.entry:
+            for path in region.entries:
                 value = region.source.meta["val"]
                 hook = partial(_change_activation, self._enter, value.dim(), value.shape[-1])
-                block.get_submodule(region.entry).register_forward_pre_hook(hook, with_kwargs=True)
+                block.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
             for product in region.columns:
                 module, packed = block.get_submodule(product.module), region.packed.get(product.module, 1)
+                heads = region.shared.get(product.module, self._degree)
+                if heads < self._degree:
+                    self._share(module, product.out_dim, heads, not region.entries)
+                    continue
                 self._shard(module, product.out_dim, packed)
-                module.forward = partial(self._column, module, product.out_dim == 1, not region.entry, packed)
+                module.forward = partial(self._column, module, product.out_dim == 1, not region.entries, packed)
             for first, product in region.pairs:
-                if region.entry:  # its input has gradients that are summed over the group, and its own gradient is whole
+                if region.entries:  # its input has gradients that are summed over the group, and its own gradient is whole
                     block.get_submodule(first.module).register_forward_pre_hook(self._count_once)
                 module = block.get_submodule(product.module)
                 self._shard(module, product.out_dim, 1)
@@ -128,6 +132,10 @@ class TensorParallel:
                 owner = block.get_submodule(path)
                 if hasattr(owner, name):
                     setattr(owner, name, getattr(owner, name) // self._degree)
+            for path in region.grouped if 0 < region.heads < self._degree else ():
+                attention: Any = block.get_submodule(path)
+                if hasattr(attention, "num_key_value_groups"):
+                    attention.num_key_value_groups = attention.num_key_value_groups * region.heads // self._degree
         for path in (*(name for region in regions for name in region.local), *(positions if self._sequence else ())):
             self._whole(block.get_submodule(path))
 
@@ -150,6 +158,20 @@ class TensorParallel:
         self._set(module, "weight", dim, packed)
         if getattr(module, "bias", None) is not None:  # fully_shard shards nothing that packs several on its first dimension
             self._set(module, "bias", 0 if bias and packed == 1 else None, packed)
+
+    def _share(self, module: Any, out_dim: int, heads: int, enters: bool) -> None:
+        """Lets a process multiply by the rows of one head, which others hold, too: gradients are partial sums."""
+        for name, _ in list(module.named_parameters(recurse=False)):
+            self._set(module, name, None, 1)
+        own = self._rank * heads // self._degree
+
+        def forward(value: torch.Tensor) -> torch.Tensor:
+            weight = _local(module.weight, partial_sums=True).chunk(heads, out_dim)[own]
+            made = _product(self._enter(value) if enters else value, weight, out_dim == 1)
+            bias = getattr(module, "bias", None)
+            return made if bias is None else made + _local(bias, partial_sums=True).chunk(heads)[own]
+
+        module.forward = forward
 
     def _whole(self, module: nn.Module) -> None:
         """Lets every process read all of the parameters for its part of the activations: gradients are partial sums."""

@@ -32,6 +32,7 @@ class TensorFacts:
     no_tensor: str | None = None  # why its blocks have no layout; None where they have
     # divisor of the tensor degree: heads, key and value heads and widths in common; 0 where nothing has a layout
     parts: int = 0
+    heads: tuple[int, ...] = ()  # of keys and values that groups of heads share; a larger degree, their multiple, repeats them
     no_sequence: str | None = None  # why activations between products cannot be split along the sequence; None where they can
     # ``column``, ``row`` or ``local`` by module path, for all modules with a layout inside of blocks
     layouts: Mapping[str, str] = field(default_factory=dict)
@@ -262,6 +263,8 @@ def _model(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
             yield f"no tensor-parallel layout: {tensor.no_tensor}"
         if tensor.parts % degree:
             yield f"the tensor degree {degree} does not divide {tensor.parts}, what heads and widths have in common"
+        for heads in (heads for heads in tensor.heads if heads % degree and degree % heads):
+            yield f"the tensor degree {degree} neither divides {heads} heads of keys and values nor is their multiple"
     for path, word in {path: word for stage in stages for path, word in stage.tensor.items()}.items():
         own = tensor.words.get(path, "none")
         plain = "vocabulary" if word == "embedding" or "gathered" in word else word.rpartition(" ")[2]

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,18 @@ class CutBlock:
     ops: tuple[CutOp, ...]
     values: tuple[CutValue, ...]
     along_sequence: bool = False  # activations may be cut along the sequence
+    # heads of keys and values, and how many query heads share each: a larger degree, their multiple, repeats them
+    grouped: tuple[tuple[int, int], ...] = ()
+
+    def fits(self, size: int, degree: int) -> bool:
+        """Returns whether a dimension of that size may be cut by a degree."""
+        return size % degree == 0 or any(size == k and degree % k == 0 == k * g % degree for k, g in self.grouped)
+
+    def parts(self, value: CutValue, axis: int, degree: int) -> int:
+        """Returns into how many unlike parts a cut along an axis takes a value."""
+        inner = [size for _, size in value.axes[axis + 1 : axis + 2]]
+        size = value.axes[axis][1]
+        return degree if size % degree == 0 or any((size, one) in self.grouped for one in inner) else size
 
 
 @dataclass(frozen=True)
@@ -79,9 +91,10 @@ def cut_block(block: CutBlock, degree: int, *, any_size: bool = False) -> BlockC
         any_size: Whether sizes that the degree does not divide may be cut, too.
     """
     ops, values, divisor = block.ops, block.values, 1 if any_size else degree
-    states: list[Sequence[Any]] = [("", *(name for name, size in op.dims if size % divisor == 0)) for op in ops]
-    states += [_layouts(value, divisor, block.along_sequence) for value in values]
-    states += [_copies(value, divisor) for value in values]
+    fits = partial(block.fits, degree=divisor)
+    states: list[Sequence[Any]] = [("", *(name for name, size in op.dims if fits(size))) for op in ops]
+    states += [_layouts(value, fits, block.along_sequence) for value in values]
+    states += [_copies(value, fits) for value in values]
     if not all(states):
         return None
     least = min((op.work for op in ops if op.work > 0), default=1.0)
@@ -116,11 +129,11 @@ def _answer(block: CutBlock, chosen: Sequence[Any]) -> BlockCut:
     return BlockCut(tuple(chosen[:ops]), layouts, tuple(sorted(moves)))
 
 
-def _layouts(value: CutValue, divisor: int, along_sequence: bool) -> list[int]:
+def _layouts(value: CutValue, fits: Callable[[int], bool], along_sequence: bool) -> list[int]:
     """Returns layouts that a tensor may have."""
     rows = along_sequence and value.gradient and not value.weight and sum(runs == ROW for runs, _ in value.axes) == 1
     allowed = (FEATURE, ROW) if rows else (FEATURE,)
-    axes = [axis for axis, (runs, size) in enumerate(value.axes) if size % divisor == 0 and runs in allowed]
+    axes = [axis for axis, (runs, size) in enumerate(value.axes) if fits(size) and runs in allowed]
     if value.border is None or value.weight:
         return [WHOLE, *axes]
     if value.border == WHOLE:
@@ -129,9 +142,9 @@ def _layouts(value: CutValue, divisor: int, along_sequence: bool) -> list[int]:
     return ([] if value.made else [WHOLE]) + [axis for axis in axes if axis == value.border]
 
 
-def _copies(value: CutValue, divisor: int) -> list[int]:
+def _copies(value: CutValue, fits: Callable[[int], bool]) -> list[int]:
     """Layouts in which products with weights may read an activation."""
-    features = [axis for axis, (runs, size) in enumerate(value.axes) if size % divisor == 0 and runs == FEATURE]
+    features = [axis for axis, (runs, size) in enumerate(value.axes) if fits(size) and runs == FEATURE]
     return [WHOLE, *([SUMMED] if value.gradient else []), *features]
 
 
@@ -221,7 +234,20 @@ class _Finder:
         for op in reversed(ops):
             ends[op] = all(ends.get(reader, False) and not forward.product[reader] for reader in forward.after[op])
         cut = tuple(self._op(op, local, ends[op]) for op in ops)
-        return FoundBlock(tuple(ops), tuple(local), CutBlock(cut, tuple(values), self.number in self.parts))
+        grouped = tuple(sorted({pair for op, record in zip(ops, cut, strict=True) for pair in self._grouped(op, record)}))
+        return FoundBlock(tuple(ops), tuple(local), CutBlock(cut, tuple(values), self.number in self.parts, grouped))
+
+    def _grouped(self, op: int, record: CutOp) -> Iterator[tuple[int, int]]:
+        """Yields heads of keys and values, and the query heads of each, of attention on groups or of a copy for each."""
+        forward = self.forward
+        if forward.graph.op_kind[op] != "attention" and (len(record.reads) != 1 or record.weighted):
+            return
+        sizes = forward.indices.dims.get(op, {})
+        for _, output in record.makes:
+            for outer, inner in pairwise(output):
+                alike = outer and inner and forward.runs(op, outer) == forward.runs(op, inner) == FEATURE
+                if alike and any(outer in names and inner not in names for _, names in record.reads):
+                    yield sizes[outer], sizes[inner]
 
     def _place(self, op: int, tensor: int) -> tuple[object, ...]:
         """Returns the sort key of an input of an op, equal in equal blocks wherever the tensors come from."""

@@ -175,7 +175,8 @@ class _Layout:
             if int(graph.op_forward[op]) in self.op_dims:
                 self.op_dims[op] = self.op_dims[int(graph.op_forward[op])]
         parts = np.ones(len(graph.parameters), dtype=np.int32)
-        parts[graph.tensor_parameter[np.isin(graph.tensor_role, (PARAMETER, BUFFER)) & (self.axis >= 0)]] = self.degree
+        cut_ones = np.isin(graph.tensor_role, (PARAMETER, BUFFER)) & (self.axis >= 0)
+        parts[graph.tensor_parameter[cut_ones]] = self.tensor_parts[cut_ones]
         updates = np.flatnonzero(graph.op_phase == UPDATE)
         self.op_parts[updates] = parts[graph.op_parameter[updates]]
         self._tensors(parts)
@@ -186,13 +187,14 @@ class _Layout:
 
     def _block(self, item: FoundBlock, cut: BlockCut) -> None:
         graph = self.graph
-        for op, dim in zip(item.ops, cut.dims, strict=True):
+        for op, record, dim in zip(item.ops, item.block.ops, cut.dims, strict=True):
             if dim:
-                self.op_dims[op], self.op_parts[op] = dim, self.degree
+                self.op_dims[op], self.op_parts[op] = dim, max(self._ways(item, record, dim))
         for tensor, state, value in zip(item.tensors, cut.layouts, item.block.values, strict=True):
             if value.made or value.weight:
                 self.axis[tensor] = state
-                self.tensor_parts[tensor] = self.degree if state >= 0 else 1
+                parts = item.block.parts(value, state, self.degree) if state >= 0 else 1
+                self.tensor_parts[tensor] = parts if parts == self.degree or not value.weight else 1
         for number, when, kind in cut.moves:
             tensor = item.tensors[number]
             maker = int(graph.tensor_producer[tensor])
@@ -205,6 +207,12 @@ class _Layout:
             if dim and own:
                 weights = self.ops.weights(op)
                 self.modules[self.ops.owner(op, weights[0] if weights else own[0])] = self._word(op, record, dim)
+
+    def _ways(self, item: FoundBlock, record: CutOp, dim: str) -> Iterator[int]:
+        """Yields into how many unlike parts the cut of an op takes each value."""
+        for number, names in (*record.reads, *record.makes):
+            if dim in names:
+                yield item.block.parts(item.block.values[number], names.index(dim), self.degree)
 
     def _word(self, op: int, record: CutOp, dim: str) -> str:
         if not record.weighted:
@@ -301,7 +309,7 @@ def divided(graph: OpGraph, layout: TensorLayout, ops: NDArray[Any], parts_of_te
     for op, sizes in dims.items():
         name = layout.op_dims.get(captured[op])
         if name in sizes:
-            sizes[name] = max(1, sizes[name] // layout.degree)
+            sizes[name] = max(1, sizes[name] // int(parts[op]))
     return dataclasses.replace(
         graph,
         op_flops=graph.op_flops / parts,

@@ -23,6 +23,7 @@ BLOCKS = {
     "short": SHORT,
     "t5": T5,
     "qwen3": SHORT_LLAMA,
+    "grouped": SHORT_LLAMA,
     "phi": (*SHORT_LLAMA[:3], "model.final_layernorm", "lm_head"),
     "deep": DEEP,
 }

@@ -81,12 +81,12 @@ class Own(torch.nn.Module):
         return CausalLMOutput(logits=self.head(x * self.scale) * self.temperature)
 
 
-def decoder(kind, **sizes):
+def decoder(kind, kv_heads=4, **sizes):
     """Two layers of four heads."""
     from rlplace.model.zoo import load_model
 
-    text = f"hf:{kind},num_hidden_layers=2,hidden_size=32,intermediate_size=64,num_attention_heads=4,num_key_value_heads=4"
-    named = "".join(f",{key}={value}" for key, value in sizes.items())
+    text = f"hf:{kind},num_hidden_layers=2,hidden_size=32,intermediate_size=64,num_attention_heads=4"
+    named = "".join(f",{key}={value}" for key, value in {"num_key_value_heads": kv_heads, **sizes}.items())
     return load_model(f"{text}{named},vocab_size={VOCABULARY}", batch=1, seq=LENGTH, device="cpu").module
 
 
@@ -121,6 +121,7 @@ MODELS = {
     "adapters": lambda: with_adapters("q_proj", "v_proj", "o_proj", "down_proj"),
     "adapters of columns": lambda: with_adapters("q_proj", "up_proj"),
     "qwen3": lambda: decoder("qwen3", head_dim=8),
+    "grouped": lambda: decoder("llama", kv_heads=2),
     "phi": lambda: decoder("phi", resid_pdrop=0.0, embd_pdrop=0.0),
     "llama": lambda: small_models.llama(layers=4, kv_heads=4)[0],
     "gpt2": lambda: small_models.gpt2(n_layer=4, n_head=4)[0],

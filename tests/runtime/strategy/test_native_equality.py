@@ -55,6 +55,7 @@ CASES = {
     ),
     "norms of heads": ("qwen3", flat("qwen3", {"replicate": 2, "tensor": 2}, 0, recompute="full")),
     "norms of heads along the sequence": ("qwen3", flat("qwen3", {"shard": 2, "tensor": 2}, 3, sequence_parallel=True)),
+    "heads of keys and values that two hold": ("grouped", flat("grouped", {"tensor": 4}, 0)),
     "halves that read one norm": ("phi", flat("phi", {"shard": 2, "tensor": 2}, 1, recompute="selective")),
     "both ways in a v, shared": ("llama", chain("llama", TURN, "dualpipev", **SHARED)),
 }  # fmt: skip
@@ -73,7 +74,8 @@ if minor_version(torch.__version__) < (2, 13):
 
 QUICK = (
     "unlike micro-batches", "1f1b, unlike micro-batches", "unlike axes in a loop, tied", "norms of heads",
-    "norms of heads along the sequence", "halves that read one norm", "parts of the sequence between stages",
+    "norms of heads along the sequence", "heads of keys and values that two hold",
+    "halves that read one norm", "parts of the sequence between stages",
     "gathered again, blocks that look at values",
 )  # fmt: skip
 

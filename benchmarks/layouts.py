@@ -166,7 +166,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
         return "equal" if isinstance(value, float) else f"[{reasons.setdefault(str(value), len(reasons) + 1)}]"
 
     def whole(row: Mapping[str, Any]) -> str:
-        names = (re.sub(r"\d+", "*", path).rpartition("*.")[2] or path for path in row.get("whole", ()))
+        names = (re.sub(r"\.\d+\.", ".*.", path).rpartition("*.")[2] or path for path in row.get("whole", ()))
         return ", ".join(f"`{name}`" for name in dict.fromkeys(names))
 
     shown = [(row["type"], *(cell(row[column]) for column in WAYS), whole(row)) for row in rows]

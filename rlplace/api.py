@@ -312,7 +312,8 @@ def what_may_be(
     from rlplace.runtime.strategy.why_not import Conduct, judge
 
     facts = captured.facts
-    why_not, only = judge(facts, couple, buffers) if space != EVERYTHING else (None, None)
+    optimizer = captured.graph.capture.get("optimizer")
+    why_not, only = judge(facts, couple, buffers, optimizer) if space != EVERYTHING else (None, None)
     conduct = (facts.conduct if facts is not None else None) or Conduct()
     settings = conduct.settings(couple or "replica", buffers or "whole", statistics)
     graph, capture_at = captured.graph, captured.capture_at

@@ -196,7 +196,7 @@ class Planned:
         if table.fingerprint is not None and as_costs(table.path).fingerprint != table.fingerprint:
             raise InputError(f"plan: the op times it was made with ({show(table.path)}) are others today; plan again")
         model = recipe.build("meta", seed=0)
-        why_not, only = judge(facts_of(model.module, model.example_inputs))
+        why_not, only = judge(facts_of(model.module, model.example_inputs), optimizer=recipe.optimizer)
         if why_not(self.strategy) is not None:
             only = None  # planned for what cannot run yet
         graph, other = two_captures(self.graph, self.capture)

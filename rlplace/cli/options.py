@@ -14,13 +14,14 @@ from functools import partial
 from inspect import get_annotations
 from typing import Any, ClassVar, Self, TypeVar
 
+from rlplace.model.capture.optimizers import OPTIMIZERS
 from rlplace.text import table
 
 T = TypeVar("T")
 
+CHOSEN = tuple(sorted(OPTIMIZERS))
 DTYPES = ("fp32", "bf16", "fp16")
 AUTOCAST = ("bf16", "fp16")
-OPTIMIZERS = ("adam", "adamw", "momentum", "sgd")
 HOST_MODES = ("eager", "compiled")
 MODEL = "hf:TYPE, zoo:NAME, package.module:function or file.py:function (runs that code)"
 
@@ -169,7 +170,7 @@ class ModelOptions(Options):
     seq: int = option("sequence length (512)", positive, "N", default=512, group=_GROUP)
     dtype: str = option("parameters and compute (fp32)", choices=DTYPES, default="fp32", group=_GROUP)
     autocast: str | None = option("mixed precision: compute under torch.autocast in this dtype", choices=AUTOCAST, group=_GROUP)
-    optimizer: str = option("decides the optimizer state (adam)", choices=OPTIMIZERS, default="adam", group=_GROUP)
+    optimizer: str = option("decides the optimizer state (adam)", choices=CHOSEN, default="adam", group=_GROUP)
     lora: str | None = option(
         "freeze an hf: model and add adapters by PEFT, such as r=16,targets=q_proj+v_proj", None, "r=R,...", group=_GROUP
     )

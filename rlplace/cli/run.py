@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlplace.cli.options import OPTIMIZERS, Options, flag, natural, option, positive, print_json, print_records, rate, seconds
+from rlplace.cli.options import CHOSEN, Options, flag, natural, option, positive, print_json, print_records, rate, seconds
 from rlplace.errors import InputError, MissingError
 from rlplace.text import gb, ms
 
@@ -29,7 +29,7 @@ class RunOptions(Options):
     plan: str = option("plan that 'rlplace place MODEL' made", None, "P.plan.json", required=True)
     steps: int = option("training steps (10)", positive, "N", default=10)
     verify: bool = flag("compare with the unplaced model; exit code 1 if it differs")
-    optimizer: str | None = option("optimizer (that of the plan)", choices=OPTIMIZERS)
+    optimizer: str | None = option("optimizer (that of the plan)", choices=CHOSEN)
     lr: float = option("learning rate (0.001)", rate, "X", default=0.001)
     clip: float | None = option("clip gradients to this global norm", rate, "NORM")
     autocast: str | None = option("mixed precision (what the plan was captured with)", choices=("bf16",))

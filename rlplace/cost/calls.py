@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from rlplace.cost.curve import DIMS, DIRECTIONS
 from rlplace.cost.scaled import CLASSES
+from rlplace.model.capture.optimizers import OPTIMIZERS
 from rlplace.model.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, OP_KINDS, UPDATE, OpGraph
 
 PRODUCT_CLASSES = ("gemm", "bmm")
@@ -213,12 +214,9 @@ def _alignment(
 
 
 def update_passes(graph: OpGraph) -> float:
-    """Returns the bytes that an update moves, in multiples of those counted: parameter, gradient and state once each.
-
-    torch runs it as one pass over memory for each line of its formula: torch/optim/adam.py takes 18 tensors (lerp 3, mul 2,
-    addcmul 3, sqrt 2, div 2, add 2, addcdiv 4), decay 2 more, and momentum in torch/optim/sgd.py 8.
-    """
-    return {"adam": 18 / 7, "adamw": 20 / 7, "momentum": 8 / 5}.get(str(graph.capture.get("optimizer")), 1.0)
+    """Returns the bytes that an update moves, in multiples of those counted: parameter, gradient and state once each."""
+    known = OPTIMIZERS.get(str(graph.capture.get("optimizer")))
+    return 1.0 if known is None else known.passes
 
 
 def _backward_traffic(graph: OpGraph, kind: NDArray[np.int64], sizes: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:

@@ -95,7 +95,7 @@ def measure_model(
     Args:
         model: With real weights, in training mode. It is moved to the device and trained for some steps.
         graph: Its captured step; `graph.source` says which model it is.
-        optimizer: "sgd", "momentum", "adam" or "adamw".
+        optimizer: Name in `rlplace.model.capture.optimizers.OPTIMIZERS`.
         device: "cpu" or a CUDA device.
         ops: Whether to time single ops.
         step: Whether to time whole steps.
@@ -122,7 +122,7 @@ def measure_model(
     shape, first = time_control(target)
     module, inputs = _on_device(model, target)
     walk = StepWalk(module, inputs, model.loss, optimizer, Marks(target)) if ops else None
-    trained = walk.optimizer if walk is not None else make_optimizer(optimizer, trainable(module))[0]
+    trained = walk.optimizer if walk is not None else make_optimizer(optimizer, trainable(module), module)[0]
     plain_step = partial(_plain_step, trained, module, inputs, model.loss, target)
     plain, marked, interrupted = _run_steps(walk, plain_step if step else None, repeats, time_limit_s)
     _, last = time_control(target)

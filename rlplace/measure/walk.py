@@ -21,10 +21,12 @@ from torch import Tensor, fx, nn
 from rlplace.errors import CaptureError, InputError
 from rlplace.model.capture.export import export_training_graph, flatten_inputs
 from rlplace.model.capture.inputs import split_inputs
+from rlplace.model.capture.optimizers import matrices
 from rlplace.model.capture.record import LOSS_LABEL
 from rlplace.model.torch_adapter import pytree, sequence_number, sleep_on_gpu
 from rlplace.runtime.base.environment import own_clock, read_clock
-from rlplace.runtime.base.steps import OPTIMIZERS, loss_of
+from rlplace.runtime.base.optimizers import optimizer_of_groups
+from rlplace.runtime.base.steps import loss_of
 
 Key = Hashable
 
@@ -123,7 +125,7 @@ class StepWalk(fx.Interpreter):
         module: Real module on its device.
         inputs: Inputs on the same device, dict or tuple.
         loss: As for `rlplace.capture`.
-        optimizer: Name in `rlplace.runtime.base.steps.OPTIMIZERS`.
+        optimizer: Name in `rlplace.model.capture.optimizers.OPTIMIZERS`.
         marks: Where the marks go.
 
     Attributes:
@@ -150,7 +152,7 @@ class StepWalk(fx.Interpreter):
         self.loss, self.marks = loss, marks
         self.parameters = trainable(module)
         self._update_of = {id(parameter): f"{name}/update" for name, parameter in self.parameters.items()}
-        self.optimizer, self.group_of = make_optimizer(optimizer, self.parameters)
+        self.optimizer, self.group_of = make_optimizer(optimizer, self.parameters, module)
         self._owner_of_sequence: dict[int, str] = {}
         self.mark_cost_s = marks.cost_s()
 
@@ -250,10 +252,15 @@ def trainable(module: nn.Module) -> dict[str, Tensor]:
     return dict(parameters)
 
 
-def make_optimizer(name: str, parameters: Mapping[str, Tensor]) -> tuple[torch.optim.Optimizer, dict[str, int]]:
+def make_optimizer(
+    name: str, parameters: Mapping[str, Tensor], module: nn.Module
+) -> tuple[torch.optim.Optimizer, dict[str, int]]:
     """Returns the optimizer, with a group for each dtype and shape on a processor, and the group of each update op."""
+    chosen = {id(parameters[known]) for known in matrices(module) if known in parameters}
     groups: dict[Any, list[str]] = {}
     for parameter, tensor in parameters.items():
-        groups.setdefault((tensor.dtype, tensor.shape) if tensor.device.type == "cpu" else None, []).append(parameter)
+        alone = (tensor.dtype, tensor.shape, id(tensor) in chosen) if tensor.device.type == "cpu" else None
+        groups.setdefault(alone, []).append(parameter)
     group_of = {f"{parameter}/update": index for index, group in enumerate(groups.values()) for parameter in group}
-    return OPTIMIZERS[name]([{"params": [parameters[p] for p in group]} for group in groups.values()], lr=_RATE), group_of
+    listed = [{"params": [parameters[p] for p in group]} for group in groups.values()]
+    return optimizer_of_groups(name, listed, chosen, _RATE), group_of

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from rlplace.model.aten import base_name, kind_of
+from rlplace.model.capture.optimizers import OptimizerRule
 from rlplace.model.capture.record import BACKWARD_OF, FORWARD_OF, OUTSIDE, UNOWNED, UPDATE_OF, Event
 from rlplace.model.graph.opgraph import ACTIVATION, BUFFER, GRADIENT, INPUT, PARAMETER
 
@@ -36,7 +37,8 @@ class Assembly:
     """Intermediate state: events by op, and the ops that touch each storage."""
 
     recording: Recording
-    optimizer: tuple[float, float]
+    matrices: frozenset[str]  # see `rlplace.model.capture.optimizers.matrices`
+    rule: OptimizerRule
 
     def __post_init__(self) -> None:
         self.events, self.leaves = self.recording.events, self.recording.leaves

@@ -63,6 +63,7 @@ def _op_row(assembly: Assembly, key: Key, number: dict[Key, int]) -> dict[str, A
     work = {"flops": op.flops, "bytes": op.bytes, "launches": assembly.launches(key), "kind": assembly.kind(key)}
     if phase == UPDATE_OF:
         record = assembly.leaves[owner].record
+        rule = assembly.rule.of(record.name in assembly.matrices)
         return work | {
             "name": f"{record.name}/update",
             "target": "optimizer",
@@ -70,9 +71,10 @@ def _op_row(assembly: Assembly, key: Key, number: dict[Key, int]) -> dict[str, A
             "phase": UPDATE,
             "forward": -1,
             "parameter": owner,
-            "dtype": record.dtype,
-            "flops": op.flops + assembly.optimizer[0] * prod(record.shape),
-            "bytes": op.bytes + int(assembly.optimizer[1] * record.size_bytes) + 2 * record.optimizer_bytes,
+            "kind": "gemm" if rule.products else work["kind"],
+            "dtype": "bfloat16" if rule.products else record.dtype,
+            "flops": op.flops + rule.update_flops(record.shape),
+            "bytes": op.bytes + int(rule.weight_traffic * record.size_bytes) + 2 * record.optimizer_bytes,
         }
     label, forward = assembly.recording.labels[owner], phase == FORWARD_OF
     return work | {

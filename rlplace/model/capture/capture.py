@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rlplace.errors import CaptureError, InputError, show, unknown_name
 from rlplace.files import without_collections
 from rlplace.model.capture.inputs import describe_inputs, rows_of, split_inputs
-from rlplace.model.capture.optimizers import OPTIMIZERS
+from rlplace.model.capture.optimizers import OPTIMIZERS, matrices
 from rlplace.model.graph.opgraph import OpGraph
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def capture(
             Only shapes and dtypes matter. The batch is the first dimension of the first tensor.
         loss: Called with the model's output, returns a scalar tensor. None: the output's `loss` (attribute or key), or the
             output itself if it is a scalar tensor.
-        optimizer: "sgd" (no state), "momentum" (one copy of the weights), "adam" or "adamw" (two). State has the dtype of its
+        optimizer: "adam", "adamw" and others of `rlplace.model.capture.optimizers.OPTIMIZERS`. State has the dtype of its
             weight, as in torch.
         dtype: Floating-point weights and inputs are cast to it, for example ``"bf16"``; None leaves them.
         autocast: Forward and loss run under `torch.autocast` in this dtype, "bfloat16" or "float16": weights, gradients and
@@ -176,8 +176,7 @@ def _capture_with(
     from rlplace.model.capture.step import record
 
     recording, guesses = record(method, step, equal_known)
-    rule = OPTIMIZERS[step.optimizer]
-    assembly = Assembly(recording, (rule.flops, rule.weight_traffic))
+    assembly = Assembly(recording, matrices(step.model), OPTIMIZERS[step.optimizer])
     described = describe_inputs(*fake_inputs((step.args, step.kwargs), new_fake_mode(), step.dtype))
     sizes: Counter[str] = Counter()
     for parameter in (leaf.record for leaf in recording.leaves if not leaf.record.is_buffer):

@@ -1,4 +1,4 @@
-"""Optimizers of `torch.optim`: their FLOPs, traffic and state, and the temporary memory of an update.
+"""Optimizers as data: the class that runs, its FLOPs, traffic and state, and what it must see whole.
 
 State has the dtype of the parameter, as in torch (`zeros_like(parameter)`), unless there are master weights: a float32 copy of
 the parameter, and state in float32 (mixed-precision Adam of Megatron and DeepSpeed, 16 bytes per parameter in all).
@@ -6,38 +6,77 @@ the parameter, and state in float32 (mixed-precision Adam of Megatron and DeepSp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 KERNELS = ("foreach", "fused", "single")
 """Implementations of an update in torch: `foreach` (all parameters at once, torch's choice on GPUs), `fused` (one kernel, no
 temporaries) and `single` (parameter by parameter)."""
 
+_BLOCK, _SMALL = 256, 4096
+"""Elements that share a scale in torchao's 8-bit states, and elements of a parameter whose states stay as they are."""
+
 
 @dataclass(frozen=True)
 class OptimizerRule:
-    """Costs of one optimizer.
+    """One optimizer.
 
     Attributes:
+        path: Module and name of its class.
         flops: FLOPs per element.
         weight_traffic: Bytes read and written, in sizes of the parameter: the parameter twice, the gradient once.
         moments: Copies of the parameter that it keeps.
         foreach_temporaries: Copies of all parameters that a foreach update keeps at once, in the state's dtype.
         single_temporaries: Copies of one parameter that a single update keeps at once.
+        passes: Bytes that an update moves in multiples of those counted, parameter, gradient and state once each: torch runs
+            one pass over memory for each line of its formula.
+        options: Arguments of the class besides the learning rate.
+        quantized: Moments take a byte an element, and a float32 scale for every `_BLOCK` of them.
+        factored: Of a matrix it keeps one value a row and one a column.
+        products: Newton-Schulz steps by which it makes the update of a matrix orthogonal.
+        rest: Name of the optimizer of parameters that are no matrices (`matrices`); None: it updates them itself.
+        whole: Why it cannot update parts of parameters; None where it can.
     """
 
+    path: str
     flops: float
     weight_traffic: float
     moments: int
     foreach_temporaries: int
     single_temporaries: int
+    passes: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    quantized: bool = False
+    factored: bool = False
+    products: int = 0
+    rest: str | None = None
+    whole: str | None = None
 
-    def state_bytes(self, elements: int, element_bytes: int, master_weights: bool) -> int:
+    def of(self, matrix: bool) -> OptimizerRule:
+        """Returns the rule of a parameter that is a matrix of `matrices`, or is not."""
+        return self if matrix or self.rest is None else OPTIMIZERS[self.rest]
+
+    def update_flops(self, shape: Sequence[int]) -> float:
+        """Returns FLOPs of the update of a parameter; a Newton-Schulz step has three products (torch/optim/_muon.py)."""
+        small, large = (min(shape), max(shape)) if self.products else (0, 0)
+        return self.flops * prod(shape) + self.products * (4.0 * small * small * large + 2.0 * small**3)
+
+    def state_bytes(self, shape: Sequence[int], element_bytes: int, master_weights: bool) -> int:
         """Returns bytes of the state of a parameter; a float32 parameter is its own master."""
-        if master_weights and element_bytes < 4:
-            return 4 * elements * (1 + self.moments)
-        return element_bytes * elements * self.moments
+        elements = prod(shape)
+        masters = 4 * elements if master_weights and element_bytes < 4 else 0
+        element_bytes = 4 if masters else element_bytes
+        if self.factored and len(shape) > 1:
+            return masters + element_bytes * (elements // max(shape[-1], 1) + elements // max(shape[-2], 1))
+        if self.quantized and elements >= _SMALL and elements % _BLOCK == 0:
+            return masters + self.moments * (elements + 4 * elements // _BLOCK)
+        return masters + element_bytes * elements * self.moments
 
     def temporaries(self, kernel: str) -> int:
         """Returns the copies that an update keeps at once, of all parameters for foreach, of one for single."""
@@ -47,10 +86,38 @@ class OptimizerRule:
 OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
     {
         # torch/optim/adam.py: foreach takes the square roots of all second moments; single holds a root, its quotient and the
-        # quotient of the parameter before, which the loop's variable still names.
-        "sgd": OptimizerRule(2.0, 3.0, 0, 0, 0),
-        "momentum": OptimizerRule(4.0, 3.0, 1, 0, 0),
-        "adam": OptimizerRule(12.0, 3.0, 2, 1, 3),
-        "adamw": OptimizerRule(13.0, 3.0, 2, 1, 3),
+        # quotient of the parameter before, which the loop's variable still names. It takes 18 tensors of 7 (lerp 3, mul 2,
+        # addcmul 3, sqrt 2, div 2, add 2, addcdiv 4), decay 2 more, and momentum in torch/optim/sgd.py 8 of 5.
+        "sgd": OptimizerRule("torch.optim.SGD", 2.0, 3.0, 0, 0, 0),
+        "momentum": OptimizerRule("torch.optim.SGD", 4.0, 3.0, 1, 0, 0, 8 / 5, {"momentum": 0.9}),
+        "adam": OptimizerRule("torch.optim.Adam", 12.0, 3.0, 2, 1, 3, 18 / 7),
+        "adamw": OptimizerRule("torch.optim.AdamW", 13.0, 3.0, 2, 1, 3, 20 / 7),
+        # torch/optim/_adafactor.py takes 14 tensors of 3: a norm of the parameter, two of the gradient, an estimate that is
+        # made, divided, clamped, rooted, multiplied by the gradient and measured, and the update.
+        "adafactor": OptimizerRule(
+            "torch.optim.Adafactor", 12.0, 3.0, 1, 1, 2, 18 / 3, factored=True,
+            whole="torch's Adafactor takes norms of whole parameters",
+        ),
+        # Chen et al. (arXiv 2302.06675), algorithm 2: mul 2, lerp 3, sign 2, add 3, lerp 3 of 5.
+        "lion": OptimizerRule("rlplace.runtime.base.optimizers.Lion", 9.0, 3.0, 1, 0, 1, 13 / 5),
+        # torch/optim/_muon.py: lerp 3, lerp 3, cast 2, decay 2, add 3 of 5, and passes over halves in the products.
+        "muon": OptimizerRule("torch.optim.Muon", 6.0, 3.0, 1, 0, 4, 13 / 5, products=5, rest="adamw"),
+        # torchao/optim/adam.py compiles the update into one kernel.
+        "adamw8bit": OptimizerRule("torchao.optim.AdamW8bit", 17.0, 3.0, 2, 0, 0, quantized=True),
     }
-)
+)  # fmt: skip
+
+
+def matrices(model: nn.Module) -> frozenset[str]:
+    """Returns names of the parameters that Muon updates: matrices but tables of embeddings and the last module's, the head."""
+    from torch.nn import Embedding, EmbeddingBag
+
+    held = [
+        (f"{path}.{name}".lstrip("."), module, p)
+        for path, module in model.named_modules()
+        for name, p in module._parameters.items()
+    ]
+    flat = [(name, module, p) for name, module, p in held if p is not None and p.dim() == 2]
+    tables = {id(p) for _, module, p in flat if isinstance(module, (Embedding, EmbeddingBag))}
+    head = {id(p) for _, _, p in flat[-1:]}
+    return frozenset(name for name, _, p in flat if id(p) not in tables | head)

@@ -14,7 +14,7 @@ from rlplace.errors import InputError
 from rlplace.model.capture import layers
 from rlplace.model.capture.export import quiet_logs
 from rlplace.model.capture.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
-from rlplace.model.capture.optimizers import OPTIMIZERS
+from rlplace.model.capture.optimizers import OPTIMIZERS, matrices
 from rlplace.model.capture.outputs import WHERE, add_losses, is_losses, no_loss, own_loss
 from rlplace.model.capture.record import LOSS_LABEL, Leaf, Recording, StepRecorder
 from rlplace.model.capture.trace import EagerRecorder, trace_eager, trace_export
@@ -115,12 +115,11 @@ def _state(fake: nn.Module) -> list[tuple[torch.Tensor, list[str], bool]]:
 
 
 def _leaves(tensors: list[tuple[torch.Tensor, list[str], bool]], recorder: StepRecorder, step: TrainingStep) -> list[Leaf]:
-    rule = OPTIMIZERS[step.optimizer]
-    leaves = []
+    known, leaves = matrices(step.model), []
     for tensor, names, is_buffer in tensors:
         size = tensor.numel() * tensor.element_size()
-        gradient = None if is_buffer else tensor.grad
-        state = 0 if gradient is None else rule.state_bytes(tensor.numel(), tensor.element_size(), step.master_weights)
+        gradient, rule = None if is_buffer else tensor.grad, OPTIMIZERS[step.optimizer].of(names[0] in known)
+        state = 0 if gradient is None else rule.state_bytes(tensor.shape, tensor.element_size(), step.master_weights)
         record = Parameter(
             name=names[0],
             aliases=tuple(names[1:]),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +20,6 @@ from rlplace.runtime.base.batches import map_rows
 
 Loss = Callable[..., Tensor]
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "momentum": partial(torch.optim.SGD, momentum=0.9),
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
-"""torch's optimizers, by the names of `rlplace.capture`; called with parameters or groups of them, and ``lr``."""
 
 _INTEGERS = (torch.int64, torch.int32)
 

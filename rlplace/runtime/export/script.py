@@ -15,6 +15,7 @@ from jinja2 import Environment
 from torch import nn
 
 from rlplace.errors import InputError, unknown_name
+from rlplace.model.capture.optimizers import OPTIMIZERS
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.schedule import SCHEDULES
@@ -63,10 +64,6 @@ _IMPORTS = (
     ("from torch.nn.parallel import {}", "DistributedDataParallel"),
     ("from torch.utils.checkpoint import {}", "CheckpointPolicy checkpoint create_selective_checkpoint_contexts"),
 )
-
-_OPTIMIZERS = {"sgd": "SGD({}, lr=LR)", "momentum": "SGD({}, lr=LR, momentum=0.9)", "adam": "Adam({}, lr=LR)"}
-_OPTIMIZERS["adamw"] = "AdamW({}, lr=LR)"
-
 
 TARGETS = ("torchtitan", "script")
 
@@ -135,9 +132,17 @@ def training_script(plan: PlacementPlan) -> str:
         replica=replica,
         schedule=schedule,
         copies=_copies(exported),
-        optimizer=_OPTIMIZERS[exported.planned.recipe.optimizer].format(parameters),
+        optimizer=_optimizer(exported.planned.recipe.optimizer, parameters),
         counted=data * tensor if several else "dist.get_world_size()",
     )
+
+
+def _optimizer(name: str, parameters: str) -> str:
+    rule = OPTIMIZERS[name]
+    if not rule.path.startswith("torch.optim.") or rule.rest is not None:
+        raise InputError(f"export: a script has optimizers of torch for all parameters, not {name}; plan with adamw")
+    options = "".join(f", {key}={value}" for key, value in rule.options.items())
+    return f"{rule.path.removeprefix('torch.optim.')}({parameters}, lr=LR{options})"
 
 
 def _script_text(**values: Any) -> str:

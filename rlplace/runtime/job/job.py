@@ -23,12 +23,14 @@ from rlplace.model.zoo.load import LoadedModel
 from rlplace.plan.plan import PlacementPlan
 from rlplace.planned import Planned
 from rlplace.runtime.base.environment import PeakMemory, held_tensors, keep_freed_memory, own_device, read_clock
+from rlplace.runtime.base.optimizers import make_optimizer
 from rlplace.runtime.base.ranks import broadcast_object, devices_of, gather_objects, start_group, wait_for_all
-from rlplace.runtime.base.steps import OPTIMIZERS, synthetic_batch, train_step
+from rlplace.runtime.base.steps import synthetic_batch, train_step
 from rlplace.runtime.job.distribute import distribute, microbatch_of, samples_of_step
 from rlplace.runtime.job.verify import TOLERANCE, Reference, RunComparison, alike_draws
 from rlplace.runtime.state.deferred import deferred_weights
 from rlplace.runtime.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
+from rlplace.runtime.strategy.why_not import why_not
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TIMEOUT_S = 1800.0
@@ -112,6 +114,9 @@ def train(
     """
     planned = Planned(plan, options.cluster)
     recipe = planned.recipe
+    updates = options.optimizer or recipe.optimizer
+    if plan.strategy is not None and (reason := why_not(plan.strategy, optimizer=updates)) is not None:
+        raise InputError(f"run: {reason}")
     name = options.autocast or recipe.autocast
     autocast = contextlib.nullcontext if name is None else partial(torch.autocast, device.type, _AUTOCAST[name])
     loop: dict[str, Any] = {"clip": options.clip, "autocast": autocast}
@@ -130,17 +135,18 @@ def train(
         loaded.module, plan, loaded.example_inputs, loss=loaded.loss, device=device, seed=options.seed, mixed_precision=policy
     )
     # Frozen parameters, too: they get no gradient and no update.
-    make = partial(OPTIMIZERS[options.optimizer or recipe.optimizer], lr=options.lr)
-    optimizer = make(model.parameter_groups())
+    make = partial(make_optimizer, updates, lr=options.lr, exact=options.verify)
+    optimizer = make(model)
     samples, example = samples_of_step(plan, loaded.example_inputs), loaded.example_inputs
     if plan.strategy is not None and samples != microbatch_of(plan, recipe.batch):
         example = known.build("meta", options.seed, batch=samples).example_inputs  # as many samples, each of its own
     comparison = reference = None
     if whole is not None:
         whole = whole.to(device)
-        updates = make([p for p in whole.parameters() if p.requires_grad])
         dtype = None if policy is None else policy.param_dtype
-        reference = Reference(whole, updates, device, loaded.loss, _parts(plan), **loop, dtype=dtype, strategy=plan.strategy)
+        reference = Reference(
+            whole, make(whole), device, loaded.loss, _parts(plan), **loop, dtype=dtype, strategy=plan.strategy
+        )
     if options.verify:
         comparison = RunComparison(TOLERANCE[name or recipe.dtype], device, reference)
     first_step, folder = 0, options.checkpoint

@@ -24,8 +24,9 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.problem import Problem
 from rlplace.runtime.base import activity
 from rlplace.runtime.base.environment import PeakMemory, held_tensors, read_clock, time_run
+from rlplace.runtime.base.optimizers import make_optimizer
 from rlplace.runtime.base.ranks import devices_of, gather_objects, wait_for_all
-from rlplace.runtime.base.steps import OPTIMIZERS, synthetic_batch, train_step
+from rlplace.runtime.base.steps import synthetic_batch, train_step
 from rlplace.runtime.job.distribute import check_strategy, distribute, microbatch_of, samples_of_step
 from rlplace.runtime.placement.forward_graph import Graphs
 from rlplace.simulator import Timeline, simulate
@@ -83,7 +84,7 @@ class PlanTimer:
         batch_of = partial(synthetic_batch, self.loaded.example_inputs, seed=0, step=0)
         inputs = batch_of(microbatch_of(plan, 1 if problem is None else problem.samples_per_microbatch))
         placed = distribute(model, plan, inputs, loss=self.loaded.loss, device=self.device, graphs=self._graphs)
-        optimizer = OPTIMIZERS[self.optimizer](placed.parameter_groups(), lr=1e-3)
+        optimizer = make_optimizer(self.optimizer, placed, 1e-3)
         batch = batch_of(samples_of_step(plan, inputs))
         step = partial(train_step, placed, optimizer, batch)
         first_s = _timed(step, self.device)[0]

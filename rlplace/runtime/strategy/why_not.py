@@ -13,6 +13,7 @@ from importlib.metadata import version
 from itertools import chain
 from typing import Any
 
+from rlplace.model.capture.optimizers import OPTIMIZERS
 from rlplace.plan.schedule import ONE_F_ONE_B, SCHEDULES, V
 from rlplace.plan.strategy import MEAN, Pipeline, Strategy
 
@@ -137,6 +138,7 @@ def why_not(
     *,
     couple: str | None = None,
     buffers: str | None = None,
+    optimizer: str | None = None,
 ) -> str | None:
     """Returns the first reason why a strategy cannot run, None when it can.
 
@@ -146,6 +148,7 @@ def why_not(
         torch_version: Such as ``"2.13.0"``; None takes the installed one.
         couple: See `Strategy`; None takes the strategy's. So does `buffers`.
         buffers: See `couple`.
+        optimizer: Name of `OPTIMIZERS`; None: one that updates parts of parameters.
     """
     number = minor_version(torch_version or _installed())
     if number < OLDEST:
@@ -154,26 +157,32 @@ def why_not(
         return "several pipelines need gradients summed over unlike meshes, which torch has no part for; use one"
     facts, pipeline = facts or ModelFacts(), strategy.pipelines[0]
     found = [_axes(pipeline, facts), _memory(pipeline, facts), _levels(pipeline, facts), _pipeline(pipeline, facts, number)]
-    found += [_model(pipeline, facts), _hooks(pipeline, facts), _conduct(pipeline, facts, buffers or strategy.buffers)]
+    found += [
+        _optimizer(pipeline, optimizer),
+        _model(pipeline, facts),
+        _hooks(pipeline, facts),
+        _conduct(pipeline, facts, buffers or strategy.buffers),
+    ]
     return next(chain(*found, _gather(pipeline, facts, couple or strategy.couple)), None)
 
 
 def judge(
-    facts: ModelFacts | None, couple: str | None = None, buffers: str | None = None
+    facts: ModelFacts | None, couple: str | None = None, buffers: str | None = None, optimizer: str | None = None
 ) -> tuple[Callable[[Strategy], str | None], Mapping[str, str] | None]:
     """Returns this runtime's answers to planning: `why_not` for a model, and the layouts of modules over a tensor group.
 
     Args:
         facts: Of the model; None asks about strategies alone.
-        couple: See `why_not`; so is `buffers`.
+        couple: See `why_not`; so are `buffers` and `optimizer`.
         buffers: See `couple`.
+        optimizer: See `couple`.
 
     Returns:
         The modules are None where all may be cut.
     """
     tensor = TensorFacts() if facts is None else facts.tensor
     cut = tensor.words if tensor.layouts else None
-    return lambda strategy: why_not(strategy, facts, couple=couple, buffers=buffers), cut
+    return lambda strategy: why_not(strategy, facts, couple=couple, buffers=buffers, optimizer=optimizer), cut
 
 
 @cache
@@ -223,6 +232,12 @@ def _levels(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
         yield f"micro-batches of one sample: {facts.no_single}; plan with microbatch=2 or more"
     if facts.batch_norm and len({stage.data_degree for stage in pipeline.stages}) > 1:
         yield "stages of unlike data degrees would normalize by the statistics of unlike numbers of samples; give all the same"
+
+
+def _optimizer(pipeline: Pipeline, optimizer: str | None) -> Iterator[str]:
+    whole = None if optimizer is None else OPTIMIZERS[optimizer].whole
+    if whole is not None and any(stage.sharding or stage.axis("tensor") > 1 for stage in pipeline.stages):
+        yield f"{whole}, and shards and tensor groups have parts; plan with shard=1 tensor=1, or take another optimizer"
 
 
 def _pipeline(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:

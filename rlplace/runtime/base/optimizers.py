@@ -1,0 +1,127 @@
+"""Optimizers by name (`rlplace.model.capture.optimizers`), over the parameters of a process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from rlplace.errors import MissingError
+from rlplace.model.capture.optimizers import OPTIMIZERS, matrices
+from rlplace.runtime.base.model import DistributedModel
+
+
+class Lion(torch.optim.Optimizer):
+    """The sign of an interpolated momentum (Chen et al., arXiv 2302.06675, algorithm 2).
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Learning rate.
+        betas: Shares of the momentum in the update, and in the next momentum.
+        weight_decay: Decoupled.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            (now, later), rate = group["betas"], group["lr"]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    momentum = state.setdefault("exp_avg", torch.zeros_like(parameter))
+                    parameter.mul_(1 - rate * group["weight_decay"])
+                    parameter.add_(momentum.lerp(parameter.grad, 1 - now).sign_(), alpha=-rate)
+                    momentum.lerp_(parameter.grad, 1 - later)
+        return loss
+
+
+class Muon(torch.optim.Optimizer):
+    """torch's Muon for matrices, AdamW for all others, as one optimizer.
+
+    Args:
+        groups: Each with ``params`` and ``matrices``, which says whether its parameters are.
+        lr: Learning rate of both; that of Muon is scaled to updates of the size of AdamW's.
+        exact: Products are in the parameters' dtype, in place of bfloat16, which enlarges the least differences of gradients.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], lr: float, exact: bool = False) -> None:
+        one = nn.Parameter(torch.zeros(1, 1))
+        self._parts: dict[bool, torch.optim.Optimizer] = {
+            True: torch.optim.Muon([one], lr=lr, adjust_lr_fn="match_rms_adamw"),
+            False: torch.optim.AdamW([one], lr=lr),
+        }
+        self._exact = exact
+        super().__init__([{**self._parts[group["matrices"]].defaults, **group} for group in groups], {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        dtype = mock.patch.object(Tensor, "bfloat16", Tensor.clone) if self._exact else contextlib.nullcontext()
+        with dtype:
+            for kind, part in self._parts.items():
+                part.param_groups = [group for group in self.param_groups if group["matrices"] == kind]
+                part.state = self.state
+                part.step()
+        return loss
+
+
+def make_optimizer(name: str, model: nn.Module, lr: float, *, exact: bool = False) -> torch.optim.Optimizer:
+    """Returns an optimizer of a model, or of this process's part of a distributed one.
+
+    Args:
+        name: Of `rlplace.model.capture.optimizers.OPTIMIZERS`.
+        model: Its parameters that are trained get updates.
+        lr: Learning rate.
+        exact: See `Muon`.
+    """
+    whole = model.meta_model if isinstance(model, DistributedModel) else model
+    known, named = matrices(whole), model.trained() if isinstance(model, DistributedModel) else model.named_parameters()
+    chosen = {id(parameter) for path, parameter in named if path in known}
+    groups = model.parameter_groups() if isinstance(model, DistributedModel) else [{"params": [*model.parameters()]}]
+    return optimizer_of_groups(name, groups, chosen, lr, exact=exact)
+
+
+def optimizer_of_groups(
+    name: str, groups: Sequence[Mapping[str, Any]], chosen: Collection[int], lr: float, *, exact: bool = False
+) -> torch.optim.Optimizer:
+    """Returns an optimizer of groups of parameters; `chosen` are ids of those that are matrices, which may be updated apart.
+
+    Raises:
+        MissingError: A package is not installed.
+    """
+    rule = OPTIMIZERS[name]
+    groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+    if rule.rest is not None:
+        split = (
+            (group, kind, [p for p in group["params"] if (id(p) in chosen) == kind])
+            for group in groups
+            for kind in (True, False)
+        )
+        return Muon([{**group, "params": own, "matrices": kind} for group, kind, own in split if own], lr, exact)
+    module, _, own_name = rule.path.rpartition(".")
+    try:
+        made: Callable[..., torch.optim.Optimizer] = getattr(import_module(module), own_name)
+    except ImportError as error:
+        raise MissingError(
+            f"the optimizer {name} needs {module.partition('.')[0]}; pip install {module.partition('.')[0]}"
+        ) from error
+    return made(groups, lr=lr, **rule.options)

@@ -1,0 +1,105 @@
+"""Optimizers by name: the state that they are said to keep, and their updates of parts beside those of the whole model."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import rlplace
+from rlplace.model.capture.capture import capture
+from rlplace.model.capture.optimizers import OPTIMIZERS, matrices
+from rlplace.plan.strategy import Strategy
+from rlplace.runtime.base.optimizers import make_optimizer
+from rlplace.runtime.state.whole import whole_tensor
+from rlplace.runtime.strategy.why_not import why_not
+from tests.runtime.equality import strategy_plan
+from tests.runtime.job.launch import run
+from tests.runtime.strategy import native_worker
+from tests.runtime.strategy.native_cases import chain, flat
+
+CASES = {
+    "copies": flat("short", {"replicate": 2}, 0, devices=(0, 1), microbatch=2),
+    "shared": flat("short", {"shard": 2}, 3, devices=(0, 1), microbatch=2),
+    "tensor": flat("short", {"tensor": 2}, 0, devices=(0, 1), microbatch=2),
+    "chain": chain("short", [(0,), (1,)], "1f1b", mesh={}, sharding=0, microbatch=2),
+}
+RUNS = [("lion", case) for case in ("shared", "tensor")] + [("muon", case) for case in ("shared", "tensor", "chain")]
+RUNS += [("adafactor", case) for case in ("copies", "chain")]
+
+
+class Words(nn.Module):
+    """A table, a matrix of odd sizes, one of more than 4,096 elements, vectors and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.first, self.second = nn.Embedding(7, 33), nn.Linear(33, 65), nn.Linear(65, 128)
+        self.norm, self.head = nn.LayerNorm(128), nn.Linear(128, 7)
+
+    def forward(self, ids):
+        return self.head(self.norm(self.second(self.first(self.table(ids)).tanh())))
+
+
+def held_bytes(value):
+    """Bytes of a state; of a quantized one those of codes and scales, without the table of the code."""
+    return value.codes.nbytes + value.scale.nbytes if hasattr(value, "codes") else value.nbytes if value.dim() else 0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_is_that_of_the_real_optimizer(name):
+    if name == "adamw8bit":
+        pytest.importorskip("torchao")
+    model, ids = Words(), torch.arange(6)
+    graph = capture(model, (ids,), loss=lambda y: y.square().mean(), optimizer=name)
+    optimizer = make_optimizer(name, model, 1e-3)
+    model(ids).square().mean().backward()
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = {names[id(p)]: sum(map(held_bytes, map(torch.as_tensor, s.values()))) for p, s in optimizer.state.items()}
+    said = {parameter.name: parameter.optimizer_bytes for parameter in graph.parameters}
+    assert {path: held.get(path, 0) for path in said} == said
+
+
+def test_matrices_are_neither_tables_nor_the_head():
+    assert matrices(Words()) == {"first.weight", "second.weight"}
+    assert OPTIMIZERS["muon"].of(False) is OPTIMIZERS["adamw"]
+    # five steps of two products of [3, 3] and [3, 8], and of [3, 3] and [3, 3]
+    assert OPTIMIZERS["muon"].update_flops((8, 3)) - 6 * 24 == 5 * (2 * 2 * 3 * 3 * 8 + 2 * 3**3)
+
+
+def test_an_optimizer_of_whole_parameters_refuses_parts():
+    for case in ("copies", "chain"):
+        assert why_not(Strategy.from_dict(CASES[case]), optimizer="adafactor") is None
+    for case in ("shared", "tensor"):
+        assert "takes norms of whole parameters" in why_not(Strategy.from_dict(CASES[case]), optimizer="adafactor")
+        assert why_not(Strategy.from_dict(CASES[case]), optimizer="muon") is None
+
+
+def trained():
+    """By optimizer and case the largest difference of a parameter from the plain model's, where its gradient is known."""
+    batch, found = native_worker.batch("short"), {}
+    for name, case in RUNS:
+        plain = native_worker.make("short")
+        model = rlplace.distribute(copy.deepcopy(plain), strategy_plan(CASES[case]), {k: v[:2] for k, v in batch.items()})
+        ours, theirs = (make_optimizer(name, one, 1e-3, exact=True) for one in (model, plain))
+        known = {}
+        for _ in range(3):
+            for optimizer in (ours, theirs):
+                optimizer.zero_grad()
+            model.step(batch, native_worker.loss)
+            native_worker.loss(plain(**batch), batch).backward()
+            for path, parameter in plain.named_parameters(remove_duplicate=False):
+                known[path] = known.get(path, True) & (parameter.grad.abs() > 1e-9)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+        wanted = {path: p * known[path] for path, p in plain.named_parameters(remove_duplicate=False)}
+        own = {path: whole_tensor(p.detach()) * known[path] for path, p in model.named_parameters()}
+        found[name, case] = native_worker.difference(own, wanted)
+    return found
+
+
+@pytest.mark.slow
+def test_updates_of_parts_are_those_of_the_whole():
+    for found in run(2, trained):
+        assert max(found.values()) < 1e-8, found

@@ -50,7 +50,7 @@ MODELS = (
 )
 
 
-WITH_SEQUENCE = ("gpt2", "llama", "qwen3", "gemma2", "bert", "gpt_neox")
+WITH_SEQUENCE = ("gpt2", "llama", "qwen3", "gemma2", "bert", "gpt_neox", "phi", "gptj")
 
 
 def asked(spec, device="meta"):

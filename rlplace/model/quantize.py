@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection
 from itertools import pairwise
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import nn
@@ -89,6 +89,23 @@ def _backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
 frozen_linear.register_autograd(_backward, setup_context=_save)
 
 
+class PackedLater(NamedTuple):
+    """The origin of a packed weight, or of its scales, where that of the weight is known (`rlplace.deferred_weights`)."""
+
+    weight: Any  # the origin of the weight: `make` returns its values, `digest` a text that differs where they do
+    dtype: torch.dtype
+    how: str
+    part: int  # 0: the packed weight; 1: the scales
+
+    def make(self) -> torch.Tensor:
+        """Makes the values on the processor."""
+        return _pack(self.weight.make().to(self.dtype), self.how)[self.part]
+
+    def digest(self) -> str:
+        """Computes a text that differs where values do."""
+        return f"{self.how} {self.part} {self.dtype} {self.weight.digest()}"
+
+
 class QuantizedLinear(nn.Module):
     """A frozen linear layer with packed weights.
 
@@ -100,8 +117,11 @@ class QuantizedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, how: str) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        packed, scale = (_nf4 if how == "nf4" else _int8)(linear.weight.detach())
+        packed, scale = _pack(linear.weight.detach(), how)
         self.packed, self.scale = nn.Parameter(packed, requires_grad=False), nn.Parameter(scale, requires_grad=False)
+        if (origin := getattr(linear.weight, "deferred", None)) is not None:
+            for part, parameter in enumerate((self.packed, self.scale)):
+                parameter.deferred = PackedLater(origin, linear.weight.dtype, how, part)  # type: ignore[attr-defined]
         self.bias = linear.bias
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
@@ -112,9 +132,13 @@ class QuantizedLinear(nn.Module):
         return made
 
 
+def _pack(weight: torch.Tensor, how: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return (_nf4 if how == "nf4" else _int8)(weight)
+
+
 def _nf4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = weight.shape
-    if weight.is_meta:
+    if weight.device.type == "meta":
         return weight.new_empty((rows, columns // 2), dtype=torch.uint8), weight.new_empty((rows, columns // BLOCK))
     blocks = weight.unflatten(1, (-1, BLOCK)).float()
     scale = blocks.abs().amax(-1).to(weight.dtype)

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlplace.errors import InputError
-from rlplace.runtime.state.deferred import Deferred
 from rlplace.runtime.state.whole import own_part
 
 Values = Mapping[str, Callable[[], torch.Tensor]]
@@ -27,7 +26,7 @@ def deferred_values(model: nn.Module) -> Values:
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         deferred = getattr(parameter, "deferred", None)
-        if parameter.is_meta and isinstance(deferred, Deferred):
+        if parameter.is_meta and deferred is not None:
             found[name] = deferred.make
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
         if tensor.is_meta and name not in found:

@@ -7,6 +7,7 @@ from torch.nn.init import orthogonal_
 
 import rlplace
 from rlplace.errors import InputError
+from rlplace.model.quantize import quantize
 from rlplace.runtime.state.deferred import deferred_weights
 from tests.runtime import small_models
 from tests.runtime.strategy.native_cases import chain, flat
@@ -37,11 +38,20 @@ def built(make, seed=3):
     return make(), torch.rand(2)
 
 
+def packed(how):
+    frozen = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 64), nn.Linear(64, 3)).requires_grad_(False)
+    frozen[1].requires_grad_(True)
+    return quantize(frozen, how).to(torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     "make",
-    [Odd, lambda: Odd().to(torch.bfloat16), lambda: small_models.gpt2()[0], lambda: small_models.llama()[0]],
-    ids=["odd", "cast", "gpt2", "llama"],
-)
+    [
+        Odd, lambda: Odd().to(torch.bfloat16), lambda: small_models.gpt2()[0], lambda: small_models.llama()[0],
+        lambda: packed("nf4"), lambda: packed("int8"),
+    ],
+    ids=["odd", "cast", "gpt2", "llama", "nf4", "int8"],
+)  # fmt: skip
 def test_made_later_with_the_bits_of_the_plain_model(make):
     plain, drawn = built(make)
     with deferred_weights():

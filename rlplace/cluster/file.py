@@ -175,6 +175,7 @@ class _ClusterFile(Record, frozen=True):
         interconnect: Changes of the links that kinds imply; excludes `links` and `topology`.
         topology: Resources and paths, from which links are computed; excludes `links`.
         fabric: Devices with one interconnect and the times of their collectives; None: those of the kinds.
+        host_memory_bytes: Memory of each host, which offload may fill, by its number; 0: not known.
     """
 
     device: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_DEVICES)]
@@ -184,6 +185,7 @@ class _ClusterFile(Record, frozen=True):
     interconnect: _Interconnect | None = None
     topology: TopologyTable | None = None
     fabric: tuple[Fabric, ...] | None = None
+    host_memory_bytes: tuple[Bytes, ...] = ()
 
 
 def save_cluster(cluster: Cluster, path: str | Path) -> None:
@@ -226,6 +228,7 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "name": cluster.name,
+        **({"host_memory_bytes": list(cluster.host_memory_bytes)} if cluster.host_memory_bytes else {}),
         "kind": [
             {key: dict(value) if isinstance(value, Mapping) else value for key, value in fields if value is not None}
             for fields in (structs.asdict(kind).items() for kind in kinds.values())
@@ -279,7 +282,7 @@ def _parse(data: dict[str, Any], path: str) -> Cluster:
         links = _rule_links(device_kinds, hosts, file.interconnect or _Interconnect())
     if file.fabric is not None:
         links = dataclasses.replace(links, fabrics=file.fabric)
-    return Cluster(file.name or Path(path).stem, devices, tuple(device_kinds), links, hosts, text=path)
+    return Cluster(file.name or Path(path).stem, devices, tuple(device_kinds), links, hosts, path, file.host_memory_bytes)
 
 
 def _kind(values: Mapping[str, Any], where: str, kinds: Mapping[str, DeviceKind], base_key: str) -> DeviceKind:
@@ -343,7 +346,9 @@ def _lines(table: Mapping[str, Any], path: str = "", *, row_by_row: bool = False
 
 
 def _is_table(value: Any, top: bool) -> bool:
-    return isinstance(value, (list, dict)) if top else isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    if isinstance(value, list):
+        return isinstance(value[0], dict) if value else top
+    return top and isinstance(value, dict)
 
 
 def _value(value: Any) -> str:

@@ -79,10 +79,12 @@ class Host:
     Attributes:
         fabric: ``"nvlink"`` (where the kind has it) or ``"pcie"``.
         network: Its network cards.
+        memory_bytes: Of the host itself; 0: not known.
     """
 
     fabric: str
     network: Network
+    memory_bytes: int = 0
 
 
 def build_links(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host]) -> Links:

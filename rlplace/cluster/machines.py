@@ -99,7 +99,7 @@ def _one_host(kinds: list[DeviceKind]) -> Cluster:
     name = f"{platform.node() or 'host'}: " + "+".join(
         f"{kind}:{number}" for kind, number in zip(*np.unique([k.name for k in kinds], return_counts=True), strict=True)
     )
-    host = Host(fabric, parse_network(kinds[0].network))
+    host = Host(fabric, parse_network(kinds[0].network), host_processor()[1])
     return assemble(kinds, [0] * count, [host], name=name, text="host")
 
 

@@ -2,8 +2,9 @@
 
 ``KIND:COUNT`` is one host with COUNT devices, ``KIND:HOSTSxCOUNT`` several such hosts; terms joined by ``+`` are further
 hosts. Options follow a term after commas: ``pcie`` or ``nvlink`` choose the links inside its hosts, ``eth=25g`` or ``ib=400g``
-their network card. A ``cpu`` term beside accelerators adds processors to their hosts, in order, and no hosts of its own.
-``host`` is what this machine has; a name ending in ``.toml`` is a cluster file.
+their network card, ``mem=512g`` the memory of each host, which offload may fill. A ``cpu`` term beside accelerators adds
+processors to their hosts, in order, and no hosts of its own. ``host`` is what this machine has; a name ending in ``.toml`` is a
+cluster file.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -38,6 +39,7 @@ class Cluster:
         links: Communication between the devices.
         hosts: D host numbers; devices of one host share its sockets' buses and its network card.
         text: Text that `parse` reads as this cluster (preset or file path), or None.
+        host_memory_bytes: Memory by host number, 0 where it is not known; empty: of no host.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Cluster:
     links: Links
     hosts: tuple[int, ...]
     text: str | None = None
+    host_memory_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_cluster(self)
@@ -78,6 +81,11 @@ class Cluster:
     def to_problem_devices(self) -> tuple[tuple[Device, ...], Links]:
         """Returns devices and links as a `Problem` takes them."""
         return self.devices, self.links
+
+    def host_over_bytes(self, used_bytes: Sequence[float]) -> float:
+        """Returns bytes over the memory of hosts, summed over them, of what each holds."""
+        known = zip(used_bytes, self.host_memory_bytes, strict=False)
+        return sum(max(0.0, used - memory) for used, memory in known if memory)
 
     @property
     def num_devices(self) -> int:
@@ -118,12 +126,19 @@ def check_cluster(cluster: Cluster) -> None:
         check(DeviceKind, kind, f"cluster: kind {kind.name[:80]!r}")
     if any(not 0 <= host < MAX_DEVICES for host in cluster.hosts):
         raise InputError(f"cluster: host numbers must be in 0..{MAX_DEVICES - 1}")
+    if cluster.host_memory_bytes and len(cluster.host_memory_bytes) != max(cluster.hosts) + 1:
+        given = len(cluster.host_memory_bytes)
+        raise InputError(
+            f"cluster: host_memory_bytes has {given} entries for {max(cluster.hosts) + 1} hosts; give one each, 0 where it is "
+            "not known"
+        )
     if len(cluster.links.latency_s) != count:
         raise InputError(f"cluster: links are of {len(cluster.links.latency_s)} devices, the cluster has {count}")
 
 
 _COUNT = re.compile(r"(?:(\d{1,6})x)?(\d{1,6})", re.IGNORECASE)
-_OPTIONS = ("pcie", "nvlink", "eth=25g", "ib=400g")
+_MEMORY = re.compile(r"mem=(\d{1,6})g")
+_OPTIONS = ("pcie", "nvlink", "eth=25g", "ib=400g", "mem=512g")
 
 
 def parse(text: str) -> Cluster:
@@ -186,7 +201,8 @@ def assemble(
     accelerator as soon as there are two.
     """
     devices, links = tuple(default_devices(kinds)), build_links(kinds, host_of, hosts)
-    return Cluster(name, devices, tuple(kinds), links, tuple(host_of), text)
+    memory = tuple(host.memory_bytes for host in hosts[: max(host_of) + 1])
+    return Cluster(name, devices, tuple(kinds), links, tuple(host_of), text, memory if any(memory) else ())
 
 
 def default_devices(kinds: Sequence[DeviceKind]) -> list[Device]:
@@ -231,7 +247,9 @@ def _apply_option(host: Host, option: str, kind: DeviceKind) -> Host:
     if option == "nvlink" and kind.nvlink is None:
         raise InputError(f"cluster: {kind.name} has no NVLink; leave the option out")
     if option in ("pcie", "nvlink"):
-        return Host(option, host.network)
+        return replace(host, fabric=option)
     if option.startswith(("eth=", "ib=")):
-        return Host(host.fabric, parse_network(option))
+        return replace(host, network=parse_network(option))
+    if (size := _MEMORY.fullmatch(option)) is not None:
+        return replace(host, memory_bytes=int(size[1]) * 10**9)
     raise unknown_name("cluster option", option, _OPTIONS)

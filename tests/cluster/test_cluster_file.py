@@ -15,7 +15,9 @@ def load(tmp_path, text):
     return Cluster.load(path)
 
 
-@pytest.mark.parametrize("text", ["a100-80g:4", "v100:8", "a100-40g:2x2+t4:2,eth=10g", "cpu:1+mi300x:2", "cpu:3"])
+@pytest.mark.parametrize(
+    "text", ["a100-80g:4", "v100:8", "a100-40g:2x2+t4:2,eth=10g", "l4:2x2,mem=96g+t4:2", "cpu:1+mi300x:2", "cpu:3"]
+)
 def test_round_trip(tmp_path, text):
     cluster = Cluster.preset(text)
     cluster.save(tmp_path / "c.toml")
@@ -24,6 +26,7 @@ def test_round_trip(tmp_path, text):
     assert again.devices == cluster.devices
     assert again.kinds == cluster.kinds
     assert again.hosts == cluster.hosts
+    assert again.host_memory_bytes == cluster.host_memory_bytes
     assert again.links.channels == cluster.links.channels
     assert again.name == cluster.name
     assert again.text.endswith("c.toml")
@@ -95,6 +98,7 @@ def test_kinds_of_ones_own(tmp_path):
             HEAD + DEVICE + "[interconnect]\ninside = 'token ring'",
             "interconnect.inside: unknown inside 'token ring'; known: nvlink, pcie",
         ),
+        (HEAD + "host_memory_bytes = [1, 2]\n" + DEVICE, "has 2 entries for 1 hosts"),
         (HEAD + DEVICE + "[interconnect]\nnetwork = 'ib'", "not of the form"),
         (HEAD + DEVICE + "[interconnect]\n[links]\nbandwidth_bytes_per_s=[[0]]\nlatency_s=[[0]]", "not both"),
         (HEAD + DEVICE + "[links]\nbandwidth_bytes_per_s=[[0, 1]]\nlatency_s=[[0]]", "1 x 1 matrix"),

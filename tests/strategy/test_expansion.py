@@ -13,6 +13,7 @@ from rlplace.simulator import simulate
 from rlplace.strategy.drafts import Mesh, plain_draft
 from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.op_level.expand import expand_draft
+from rlplace.strategy.search.op_level import evaluate_ops
 from tests.strategy.random_costs import random_costs
 from tests.strategy.random_ops import RandomOps
 
@@ -80,3 +81,21 @@ def test_a_host_holds_what_all_of_its_devices_put_there():
     assert single[0] > 0 and single[1] == 0
     assert there(Mesh((0, 1), replicate=2)) == pytest.approx((2 * single[0], 0), rel=1e-6)
     assert there(Mesh((0, 2), replicate=2)) == pytest.approx((single[0], single[0]), rel=1e-6)
+
+
+def test_what_a_host_has_no_room_for_is_over_capacity():
+    """Both replicas of the first host put as much there; the second host has room for one, the first for one and a half."""
+    hosts = Cluster.preset("a100-80g:2x2,ib=400g")
+    costs = RandomOps.of(random_costs(np.random.default_rng(0), hosts, 3))
+    draft = dataclasses.replace(plain_draft((0, 3), [Mesh((0, 1), replicate=2)]), offload=bytes([2, 2, 2]))
+    free = DraftEvaluator(costs, hosts).evaluate(draft)
+    assert free.feasible
+    single = free.host_bytes[0] // 2
+    small = dataclasses.replace(hosts, host_memory_bytes=(single * 3 // 2, single))
+    found = DraftEvaluator(costs, small).evaluate(draft)
+    assert not found.feasible
+    assert found.over_bytes == pytest.approx(single / 2, abs=2)
+    assert DraftEvaluator(costs, small).score(draft)[1] == pytest.approx(found.over_bytes, abs=2)
+    assert evaluate_ops(draft, costs, small, found).over_bytes == pytest.approx(found.over_bytes, abs=2)
+    apart = dataclasses.replace(draft, places=(Mesh((1, 2), replicate=2),))
+    assert DraftEvaluator(costs, small).evaluate(apart).feasible

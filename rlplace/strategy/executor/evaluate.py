@@ -32,10 +32,11 @@ EXECUTOR = "blocks"
 """Value of `Prediction.simulator` for the block executor."""
 
 
-def bytes_over(peak_bytes: Sequence[float], cluster: Cluster) -> float:
-    """Returns bytes over capacity, summed over the devices of a cluster."""
+def bytes_over(peak_bytes: Sequence[float], host_bytes: Sequence[float], cluster: Cluster) -> float:
+    """Returns bytes over capacity, summed over the devices and the hosts of a cluster."""
     pairs = zip(peak_bytes, cluster.devices, strict=True)
-    return sum(max(0.0, peak - float(device.memory_bytes or math.inf)) for peak, device in pairs)
+    over = sum(max(0.0, peak - float(device.memory_bytes or math.inf)) for peak, device in pairs)
+    return over + cluster.host_over_bytes(host_bytes)
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class StepEvaluation:
         feasible: Whether it ends, and every device has room.
         peak_memory_bytes: For each device of the cluster, reserved bytes included; 0 for devices that are not in use.
         host_bytes: For each host number from 0, offloaded bytes in its memory.
-        over_bytes: Bytes over capacity, summed over devices.
+        over_bytes: Bytes over capacity, summed over devices and hosts.
         parts: Seconds by entry of `PARTS` on the place with most work; they add up to the step time. Of several pipelines it is
             a place of the slowest.
         bottleneck: The stage with most work on that place; stages of several pipelines count one after the other.
@@ -84,13 +85,16 @@ def side_by_side(draft: Draft, alone: Sequence[StepEvaluation], costs: BlockCost
     parts = dict(slowest.parts)
     parts["exchange"] += sum_s
     parts["bubble"] += max(0.0, step_s - sum(parts.values()))
+    host_bytes = tuple(sum(sizes) for sizes in zip(*(one.host_bytes for one in alone), strict=True))
+    cluster = traffic.cluster
+    over_hosts = cluster.host_over_bytes(host_bytes) - sum(cluster.host_over_bytes(one.host_bytes) for one in alone)
     return StepEvaluation(
         step_time_s=step_s,
         passes_s=passes_s,
-        feasible=all(one.feasible for one in alone),
+        feasible=all(one.feasible for one in alone) and not over_hosts,
         peak_memory_bytes=tuple(max(sizes) for sizes in zip(*(one.peak_memory_bytes for one in alone), strict=True)),
-        host_bytes=tuple(sum(sizes) for sizes in zip(*(one.host_bytes for one in alone), strict=True)),
-        over_bytes=sum(one.over_bytes for one in alone),
+        host_bytes=host_bytes,
+        over_bytes=sum(one.over_bytes for one in alone) + over_hosts,
         parts={name: parts[name] for name in PARTS},
         bottleneck=before + slowest.bottleneck,
         stage_busy_s=tuple(busy for one in alone for busy in one.stage_busy_s),
@@ -163,7 +167,10 @@ class DraftEvaluator:
         if draft.beside:
             evaluation = self.evaluate(draft)
             return evaluation.step_time_s, evaluation.over_bytes
-        step, over = self._run(draft)[1].step.tolist()
+        result = self._run(draft)[1]
+        step, over = result.step.tolist()
+        if self.cluster.host_memory_bytes:
+            over += self.cluster.host_over_bytes(self._hosts(draft, result.hosts))
         return step, over
 
     def evaluate(self, draft: Draft) -> StepEvaluation:
@@ -172,13 +179,11 @@ class DraftEvaluator:
             return side_by_side(draft, [self.evaluate(one) for one in draft.pipelines], self.costs, self.traffic)
         frame, (result, answers, used, on_host, stage_s) = self._run(draft)
         step, over = result.tolist()
-        peaks, hosts = [0] * self.cluster.num_devices, [0.0] * (max(self.cluster.hosts) + 1)
+        peaks, hosts = [0] * self.cluster.num_devices, self._hosts(draft, on_host)
+        over += self.cluster.host_over_bytes(hosts)
         for size, devices in zip(used.ravel().tolist(), frame.devices, strict=True):
             for device in devices:
                 peaks[device] = math.ceil(self.cluster.devices[device].reserved_bytes + size)
-        for place, size in zip(draft.places, on_host.tolist(), strict=True):
-            for device in place.devices:
-                hosts[self.cluster.hosts[device]] += size
         busiest = int((answers[:, c.COMPUTE] + answers[:, c.TENSOR]).argmax())
         stages = [stage for stage, place in enumerate(draft.place_of_stage) if place == busiest]
         return StepEvaluation(
@@ -192,6 +197,14 @@ class DraftEvaluator:
             bottleneck=max(stages, key=lambda stage: stage_s[stage]),
             stage_busy_s=tuple(stage_s.tolist()),
         )
+
+    def _hosts(self, draft: Draft, on_host: Floats) -> list[float]:
+        """Returns bytes in the memory of each host, from float64 [P], those of a device of each place."""
+        hosts = [0.0] * (max(self.cluster.hosts) + 1)
+        for place, size in zip(draft.places, on_host.tolist(), strict=True):
+            for device in place.devices:
+                hosts[self.cluster.hosts[device]] += size
+        return hosts
 
     def parts_of_places(self, draft: Draft) -> Floats:
         """Returns float64 [P, `PARTS`], parts of the step of one pipeline on every place; raises as `score` does."""

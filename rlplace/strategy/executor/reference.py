@@ -81,7 +81,7 @@ def evaluate_reference(
     work = works[busiest]
     spent = [work.compute, work.tensor, work.gather, work.exchange, work.hand_over, 0.0, sum(updates[busiest])]
     spent[PARTS.index("bubble")] = max(0.0, step - sum(spent))
-    over = bytes_over(peaks, cluster)
+    over = bytes_over(peaks, hosts, cluster)
     return StepEvaluation(
         step_time_s=step,
         passes_s=max(ends) if step < math.inf else step,

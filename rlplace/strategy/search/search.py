@@ -230,10 +230,11 @@ def _nothing(tries: Tries, any_uniform: bool, complete: bool) -> Exception:
     problem, best = tries.problem, tries.best
     if best is not None and best.over_bytes > 0:
         short = int(best.over_bytes)
+        hosts = ", hosts with more memory" if problem.cluster.host_memory_bytes else ""
         return InfeasibleError(
             f"no strategy fits: the nearest ({kind_of(best.draft)}) is {too_large(short, len(best.draft.devices))}; "
             + ("use" if complete else f"only {tries.calls} were evaluated: allow more calls or time, or use")
-            + " more or larger devices, a smaller batch, or a wider space",
+            + f" more or larger devices{hosts}, a smaller batch, or a wider space",
             short_bytes=short,
         )
     if tries.reasons and any_uniform:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -119,9 +118,13 @@ def optimizer_of_groups(
         return Muon([{**group, "params": own, "matrices": kind} for group, kind, own in split if own], lr, exact)
     module, _, own_name = rule.path.rpartition(".")
     try:
-        made: Callable[..., torch.optim.Optimizer] = getattr(import_module(module), own_name)
+        if module == "torchao.optim":
+            from torchao import optim  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        else:
+            optim = torch.optim
     except ImportError as error:
         raise MissingError(
             f"the optimizer {name} needs {module.partition('.')[0]}; pip install {module.partition('.')[0]}"
         ) from error
+    made: Callable[..., torch.optim.Optimizer] = Lion if own_name == "Lion" else getattr(optim, own_name)
     return made(groups, lr=lr, **rule.options)

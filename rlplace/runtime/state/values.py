@@ -105,7 +105,15 @@ def fill(root: nn.Module, values: Values, device: torch.device, on_host: Sequenc
     for name, parameter in root.named_parameters():
         if parameter.is_meta and name not in values:
             raise InputError(f"distribute: {name} is on the meta device and has no values")
-    root._apply(empty)
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in root.modules():
+        for own, held in module._parameters.items():
+            if held is not None:
+                holders.setdefault(id(held), []).append((module, own))
+    root._apply(empty)  # which gives every holder of a tied parameter one of its own
+    for (first, its), *others in holders.values():
+        for module, own in others:
+            module._parameters[own] = first._parameters[its]
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
         if name in values:
             whole = values[name]().to(tensor.dtype)

@@ -126,12 +126,13 @@ def test_what_the_build_compiles_is_what_planning_calls():
     rng, cluster = np.random.default_rng(0), parse("a100-80g:4")
     evaluate.warm_up()
     api.warm_up()
+    kernels = kernel_module.evaluate_packed, kernel_module.moved_s, kernel_module.place_blocks, fast.simulate_plans
+    known = [kernel.signatures for kernel in kernels]  # other tests of this process may have called them with other types
     costs = random_costs(rng, cluster, 6, tied=True)
     evaluate.DraftEvaluator(costs, cluster).score(random_draft(rng, cluster, 6))
     problem = random_problem(2, 12, 3, unlike=True)
     simulate_many(problem, np.zeros((2, problem.num_groups), dtype=np.int32))
-    for kernel in (kernel_module.evaluate_packed, kernel_module.moved_s, kernel_module.place_blocks, fast.simulate_plans):
-        assert len(kernel.signatures) == 1, kernel
+    assert [kernel.signatures for kernel in kernels] == known
 
 
 @pytest.mark.slow

@@ -15,6 +15,12 @@ from rlplace.model.capture.optimizers import OPTIMIZERS, matrices
 from rlplace.runtime.base.model import DistributedModel
 
 
+def _loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Computes the loss anew, with gradients, where a step is given how."""
+    with torch.enable_grad():
+        return None if closure is None else closure()
+
+
 class Lion(torch.optim.Optimizer):
     """The sign of an interpolated momentum (Chen et al., arXiv 2302.06675, algorithm 2).
 
@@ -33,10 +39,7 @@ class Lion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         for group in self.param_groups:
             (now, later), rate = group["betas"], group["lr"]
             for parameter in group["params"]:
@@ -70,10 +73,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         dtype = mock.patch.object(Tensor, "bfloat16", Tensor.clone) if self._exact else contextlib.nullcontext()
         with dtype:
             for kind, part in self._parts.items():

@@ -39,6 +39,8 @@ def test_twins_agree(name, seed, blocks, tied):
     costs = dataclasses.replace(random_costs(rng, cluster, blocks, tied=tied), joins_replicas=blocks % 3 == 0)
     if seed % 3 == 0:  # hosts whose memory is known, and small
         cluster = dataclasses.replace(cluster, host_memory_bytes=(10**8,) * (max(cluster.hosts) + 1))
+    if seed % 4 == 0:  # blocks of the first kind are frozen, with nothing trained before them
+        costs = dataclasses.replace(costs, ratio=costs.ratio * (costs.classes != costs.classes[0]))
     check_twins(costs, cluster, random_draft(rng, cluster, blocks))
 
 

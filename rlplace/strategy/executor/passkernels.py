@@ -137,9 +137,8 @@ def backward_s(x, count, last, at):
     for b in range(count - 1, -1, -1):
         total += x[b, BUCKETS] if last else 0.0
         compute += x[b, BACKWARD]
-    slower, bucket = 1.0, 0.0
+    slower, bucket = 1.0, table_s(table, BUCKET) if total > FIRST_BUCKET else 0.0
     if total > FIRST_BUCKET and compute > 0.0:
-        bucket = table_s(table, BUCKET)
         under = table_s(table, FIRST_BUCKET) + hidden_buckets(total) * bucket
         slower = 1.0 + SLOWDOWN * (min(under, compute) / compute)
     time = x[count - 1, GATHER] if gathers_again(x, count - 1) else 0.0

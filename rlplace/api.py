@@ -73,6 +73,7 @@ def place(
     couple: str = "replica",
     buffers: str = "whole",
     statistics: str = "replica",
+    release_gradients: bool = False,
     **options: Any,
 ) -> PlacementPlan:
     """Plans how a training step runs: the whole strategy, or, as the older question, where the groups of one pass run.
@@ -108,6 +109,7 @@ def place(
         couple: What a loss that couples samples is computed over: ``"replica"`` or ``"gather"`` (`rlplace.plan.strategy`).
         buffers: ``"replica"`` lets replicas and micro-batches write buffers by their own samples, ``"whole"`` does not.
         statistics: What BatchNorm normalizes by: the samples of a ``"replica"``, as DDP does, or of all replicas, ``"batch"``.
+        release_gradients: Update every parameter in the backward, as soon as its gradient is there, and free that.
         **options: ``microbatch``, ``microbatches`` and ``schedule`` fix what they name in whole strategies; others are options
             of the planner of placements.
 
@@ -127,7 +129,7 @@ def place(
             raise InputError("a problem has its own devices; leave cluster out, or place the model")
         if batch is not None or batch_curve is not None or space not in (None, PLACEMENT):
             raise InputError("place: a problem's groups are placed one by one; leave batch and space out, or place the model")
-        _one_pass(options, couple, "a problem's groups are placed one by one")
+        _one_pass(options, couple, "a problem's groups are placed one by one", release_gradients)
         _refuse_capture(how, "a problem was captured and priced as it is")
         return _place_groups(Priced(target), planner, calls, options, seed=seed, time_limit_s=time_limit_s)
     from rlplace.cluster.parse import as_cluster
@@ -142,12 +144,12 @@ def place(
         strategy, placed = plan_model(
             captured, machine, space=space, fixed=options, planner=planner, batch=batch, curve=batch_curve, calls=calls,
             began_s=time.monotonic(), time_limit_s=time_limit_s, seed=seed, couple=couple, buffers=buffers,
-            statistics=statistics, **pricing,
+            statistics=statistics, release_gradients=release_gradients, **pricing,
         )  # fmt: skip
         return strategy if placed is None else placed.plan
     if batch_curve is not None:
         raise InputError(f"place: a batch curve chooses among whole strategies, these are placements: {reason}; leave it out")
-    _one_pass(options, couple, reason)
+    _one_pass(options, couple, reason, release_gradients)
     captured = _captured(target, example_inputs, loss, how)
     captured.check_placed()
     graph = at_batch(captured.graph, captured.capture_at, batch, options.pop("microbatch", None))
@@ -183,12 +185,14 @@ def _refuse_capture(how: Mapping[str, Any], why: str) -> None:
             raise InputError(f"place: {name} decides how a module is captured, {why}; leave it out, or place the module")
 
 
-def _one_pass(options: Collection[str], couple: str, reason: str) -> None:
+def _one_pass(options: Collection[str], couple: str, reason: str, release_gradients: bool) -> None:
     for name in ("microbatches", "schedule"):
         if name in options:
             raise InputError(f"place: {name} is for whole strategies, these are placements ({reason}); leave it out")
     if couple == "gather":
         raise InputError(f"place: couple='gather' is for replicas, {WHOLE_LOSS} ({reason}); leave couple out")
+    if release_gradients:
+        raise InputError(f"place: release_gradients is for whole strategies, these are placements ({reason}); leave it out")
 
 
 def why_placement(planner: str, space: Space | str | None, only: Collection[str] = ()) -> str | None:
@@ -234,6 +238,7 @@ def plan_model(
     couple: str = "replica",
     buffers: str = "whole",
     statistics: str = "replica",
+    release_gradients: bool = False,
     began_s: float | None = None,
     progress: Callable[[int, float], None] | None = None,
     memory: bool = False,
@@ -244,8 +249,8 @@ def plan_model(
     Args:
         captured: The model.
         cluster: The devices.
-        space: See `place`; so are `planner`, `batch`, `curve`, `groups`, `calls`, `couple`, `buffers` and
-            `statistics`.
+        space: See `place`; so are `planner`, `batch`, `curve`, `groups`, `calls`, `couple`, `buffers`,
+            `statistics` and `release_gradients`.
         fixed: Options of `place` that fix a part of the space.
         planner: Name of a planner of whole strategies.
         batch: Samples a step; None: the default.
@@ -255,6 +260,7 @@ def plan_model(
         couple: Scope of a loss that couples samples.
         buffers: Scope of buffers that the forward writes.
         statistics: Scope of BatchNorm's statistics.
+        release_gradients: Whether updates run in the backward.
         began_s: Moment on the monotonic clock from which the time limit counts.
         progress: Called with the evaluations of the search so far and the seconds of the best.
         memory: Whether the strategy's prediction says what fills the devices.
@@ -274,11 +280,12 @@ def plan_model(
         cluster=cluster, batch=batch, curve=curve, calls=calls, began_s=began_s, planner=answers(planner), progress=progress,
         memory=memory, **limits,
         **what_may_be(
-            captured, space=space, fixed=fixed, planner=planner, couple=couple, buffers=buffers, statistics=statistics
+            captured, space=space, fixed=fixed, planner=planner, couple=couple, buffers=buffers, statistics=statistics,
+            release_gradients=release_gradients,
         ),
     )  # fmt: skip
     strategy = _noted(strategy, facts)
-    restricted = space not in (None, AUTO) or any(value is not None for value in fixed.values())
+    restricted = release_gradients or space not in (None, AUTO) or any(value is not None for value in fixed.values())
     if restricted or curve is not None or answers(planner) == planner or captured.why_no_placement() is not None:
         return strategy, None
     graph, capture_at = captured.graph, captured.capture_at
@@ -306,6 +313,7 @@ def what_may_be(
     couple: str | None = None,
     buffers: str | None = None,
     statistics: str = "replica",
+    release_gradients: bool = False,
 ) -> dict[str, Any]:
     """Returns arguments of `rlplace.strategy.search.plan.ask` that the model and the space give; those of `plan_model`."""
     from rlplace.model.graph.rescale import two_captures
@@ -313,9 +321,13 @@ def what_may_be(
 
     facts = captured.facts
     optimizer = captured.graph.capture.get("optimizer")
-    why_not, only = judge(facts, couple, buffers, optimizer) if space != EVERYTHING else (None, None)
+    if release_gradients and space == EVERYTHING:
+        raise InputError("place: release_gradients is for what the runtime executes; leave the space 'all' out")
+    asked = {"optimizer": optimizer, "release": release_gradients}
+    why_not, only = judge(facts, couple, buffers, **asked) if space != EVERYTHING else (None, None)
     conduct = (facts.conduct if facts is not None else None) or Conduct()
-    settings = conduct.settings(couple or "replica", buffers or "whole", statistics)
+    more = {"statistics": statistics, "release_gradients": release_gradients}
+    settings = conduct.settings(couple or "replica", buffers or "whole", **more)
     graph, capture_at = captured.graph, captured.capture_at
     first, other = (graph, None) if capture_at is None else two_captures(graph, capture_at)
     allowed = allowed_space(space, fixed, planner)

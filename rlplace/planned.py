@@ -196,12 +196,13 @@ class Planned:
         if table.fingerprint is not None and as_costs(table.path).fingerprint != table.fingerprint:
             raise InputError(f"plan: the op times it was made with ({show(table.path)}) are others today; plan again")
         model = recipe.build("meta", seed=0)
-        why_not, only = judge(facts_of(model.module, model.example_inputs), optimizer=recipe.optimizer)
+        asked: dict[str, Any] = {"optimizer": recipe.optimizer, "release": self.strategy.release_gradients}
+        why_not, only = judge(facts_of(model.module, model.example_inputs), **asked)
         if why_not(self.strategy) is not None:
             only = None  # planned for what cannot run yet
         graph, other = two_captures(self.graph, self.capture)
         pricing: dict[str, Any] = {"other": other, "only": only, "costs": table.path, "host": self.source.host or "eager"}
-        settings = {"statistics": self.strategy.statistics}
+        settings = {key: getattr(self.strategy, key) for key in ("statistics", "release_gradients")}
         return ask(graph, machine, self.strategy.batch, why_not=why_not, settings=settings, **pricing)
 
     def draft(self, strategy: Strategy | None = None) -> Draft:

@@ -80,6 +80,7 @@ class PlaceOptions(ModelOptions):
         choices=("replica", "batch"),
         default="replica",
     )
+    release_gradients: bool = flag("update each parameter in the backward, and free its gradient: one micro-batch a step")
     memory: bool = flag("show what fills the memory of the devices, kind by kind")
     alloc_conf: str = option(
         "with --memory, for placements: PYTORCH_CUDA_ALLOC_CONF, as in expandable_segments:True", None, "TEXT", default=""
@@ -175,6 +176,7 @@ def _place_strategy(options: PlaceOptions) -> tuple[PlacementPlan, Placed | None
             calls=options.calls, began_s=began_s, groups=options.granularity, time_limit_s=options.limit_s,
             seed=options.seed, costs=costs, host=options.host_mode, progress=progress, couple=options.couple,
             buffers=options.buffers, statistics=options.statistics, memory=options.memory,
+            release_gradients=options.release_gradients,
         )  # fmt: skip
 
 
@@ -216,6 +218,8 @@ def _place_groups(options: PlaceOptions, reason: str) -> tuple[PlacementPlan, Ca
         raise InputError(f"{name} is for whole strategies, these are placements ({reason}); leave it out")
     if options.couple == "gather":
         raise InputError(f"--couple gather is for replicas, {WHOLE_LOSS} ({reason}); leave --couple out")
+    if options.release_gradients:
+        raise InputError(f"--release-gradients is for strategies, these are placements ({reason}); leave it out")
     extra: dict[str, Any] = {}
     if options.planner == "agent":
         extra["agent"] = options.agent or "default"

@@ -24,7 +24,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.base.environment import own_device
 from rlplace.runtime.base.model import DistributedModel
 from rlplace.runtime.base.ranks import broadcast_object, start_group, wait_for_all
-from rlplace.runtime.job.distribute import distribute
+from rlplace.runtime.job.distribute import distribute, refuse_release
 from rlplace.runtime.state.optimizer_state import load_whole_optimizer_state, whole_optimizer_state
 from rlplace.runtime.state.whole import whole_state_dict
 
@@ -49,6 +49,7 @@ class PlanStrategy(SingleDeviceStrategy):
 
     def __init__(self, plan: PlacementPlan, submodule: str = "model", *, timeout_s: float = 1800.0, **options: Any) -> None:
         super().__init__()
+        refuse_release(plan, "PlanStrategy")
         if options.get("share", "global") != "global":
             raise InputError("PlanStrategy: share: every process loads the batch of all replicas here; leave it out")
         self.plan, self.submodule, self.timeout_s, self.options = plan, submodule, timeout_s, options

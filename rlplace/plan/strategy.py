@@ -145,6 +145,7 @@ class Strategy(Record, frozen=True):
             replica and micro-batch write by its own samples.
         statistics: What BatchNorm normalizes by: the samples of each pass of a ``"replica"``, as under DDP, or of the same pass
             of all replicas, ``"batch"``.
+        release_gradients: Whether a parameter is updated in the backward, as soon as its gradient is there, and frees it.
 
     Raises:
         InputError: It contradicts itself; the message says where and how.
@@ -157,6 +158,7 @@ class Strategy(Record, frozen=True):
     mixing: tuple[Text, ...] = ()
     buffers: Buffers = "whole"
     statistics: Statistics = "replica"
+    release_gradients: bool = False
 
     def __post_init__(self) -> None:
         check_record(self, "strategy")
@@ -198,7 +200,7 @@ class Strategy(Record, frozen=True):
         return Strategy(*astuple(build(_File, data, where)))
 
 
-_OF_STEP = ("batch", "reduction", "couple", "mixing", "buffers", "statistics")
+_OF_STEP = ("batch", "reduction", "couple", "mixing", "buffers", "statistics", "release_gradients")
 """Keys of a file that belong to the step, where those of its one pipeline stand beside them."""
 
 
@@ -306,7 +308,7 @@ def _check_together(strategy: Strategy) -> None:
 def uniform_words(strategy: Strategy) -> str:
     """Returns the strategy in one line of plain words."""
     parts = [_pipeline_words(pipeline) for pipeline in strategy.pipelines]
-    return "; beside it ".join(parts)
+    return "; beside it ".join(parts) + (", gradients released" if strategy.release_gradients else "")
 
 
 def _from_to(numbers: Sequence[int]) -> str:

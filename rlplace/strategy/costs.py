@@ -105,6 +105,7 @@ class HeldCosts:
         optimizer_bytes: int64 [B], optimizer state and master weights.
         expert_bytes: int64 [3, B], the part of these three of experts that an expert group spreads; 0 where its degree is 1.
         gradient_item: Bytes of an element in which gradients are exchanged between replicas, over those of `gradient_bytes`.
+        released: Gradients go with the update of their parameters in the backward.
     """
 
     weight_bytes: Bytes
@@ -112,6 +113,7 @@ class HeldCosts:
     optimizer_bytes: Bytes
     expert_bytes: Bytes
     gradient_item: float = 1.0
+    released: bool = False
 
     def __post_init__(self) -> None:
         freeze(self)

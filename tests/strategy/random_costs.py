@@ -49,6 +49,7 @@ class RandomCosts:
     ties: tuple[Tie, ...] = ()
     experts: int = 1
     joins_replicas: bool = False
+    released: bool = False
     known: dict[object, object] = field(default_factory=dict, compare=False)
 
     def why_not(self, cut: Cut) -> str | None:
@@ -124,7 +125,7 @@ class RandomCosts:
             weights = experts + (self.weights / tensor * np.where(tied, 1, 2 / 3)).astype(np.int64)
             state = (weights * self.state).astype(np.int64)
             own = np.stack([experts, experts, (experts * self.state).astype(np.int64)]) * (expert > 1)
-            self.known["held", tensor, expert] = HeldCosts(weights, weights, state, own, self.item)
+            self.known["held", tensor, expert] = HeldCosts(weights, weights, state, own, self.item, self.released)
         return self.known["held", tensor, expert]  # type: ignore[return-value]
 
     def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> NDArray[np.float64]:

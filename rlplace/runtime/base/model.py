@@ -39,6 +39,7 @@ class Stash:
         parameters: Trained parameters, by name.
         copy: Copy the gradients of earlier steps, whose memory the step overwrites.
         after: Called with every parameter that has got its gradient, and its name.
+        released: Updates have run; what waits belongs to parameters that torch's wrappers leave out.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class Stash:
         *,
         copy: bool = False,
         after: Callable[[str, nn.Parameter], None] | None = None,
+        released: bool = False,
     ) -> None:
-        self._parameters, self._copy, self._after = parameters, copy, after
+        self._parameters, self._copy, self._after, self._released = parameters, copy, after, released
         self._before: dict[str, torch.Tensor | None] = {}
         self._gradients: dict[str, torch.Tensor] | None = {}
 
@@ -75,6 +77,11 @@ class Stash:
         if self._gradients is None:
             raise RuntimeError("rlplace: backward through the loss of one step a second time")
         factor = float(scale)
+        if self._released and factor != 1.0:
+            raise InputError(
+                f"the plan releases gradients, whose updates have run, and the loss is scaled by {factor:g} only now; call "
+                "backward() of the loss as it is, or plan without --release-gradients"
+            )
         for name, gradient in self._gradients.items():
             if factor != 1.0:
                 gradient.mul_(factor)
@@ -160,6 +167,15 @@ class DistributedModel(nn.Module):
     def _holders(self, name: str, parameter: nn.Parameter) -> int:
         """Counts the processes that hold a parameter of this rank, or a part of it."""
 
+    @property
+    def releases(self) -> bool:
+        """True where a parameter is updated in the backward, and has no gradient after it."""
+        return False
+
+    def release_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Updates in the backward, where the plan says so."""
+        raise InputError("release_gradients: the plan holds gradients until the update; plan with --release-gradients")
+
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters that this rank trains, each with the first of its names in the model."""
         yield from self.named_parameters()
@@ -191,7 +207,13 @@ class DistributedModel(nn.Module):
 
         Raises:
             RuntimeError: The norm is not finite, and that is an error.
+            InputError: The plan releases gradients.
         """
+        if self.releases:
+            raise InputError(
+                "clip_grad_norm_: the norm of all gradients is known when the backward ends, and the plan releases them in it; "
+                "do not clip, or plan without --release-gradients"
+            )
         infinite, device = norm_type == float("inf"), self.ranks.device
         total = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
         for name, parameter in self.named_parameters():

@@ -96,7 +96,10 @@ def make_optimizer(name: str, model: nn.Module, lr: float, *, exact: bool = Fals
     known, named = matrices(whole), model.trained() if isinstance(model, DistributedModel) else model.named_parameters()
     chosen = {id(parameter) for path, parameter in named if path in known}
     groups = model.parameter_groups() if isinstance(model, DistributedModel) else [{"params": [*model.parameters()]}]
-    return optimizer_of_groups(name, groups, chosen, lr, exact=exact)
+    optimizer = optimizer_of_groups(name, groups, chosen, lr, exact=exact)
+    if isinstance(model, DistributedModel) and model.releases:
+        model.release_gradients(optimizer)
+    return optimizer
 
 
 def optimizer_of_groups(

@@ -22,6 +22,7 @@ from rlplace.plan.schedule import SCHEDULES
 from rlplace.plan.strategy import uniform_words
 from rlplace.runtime.export.model_text import ExportedPlan, Wraps, build_exported, loss_text, model_text, numbered, tensor_wraps
 from rlplace.runtime.export.torchtitan import torchtitan_job
+from rlplace.runtime.job.distribute import refuse_release
 from rlplace.runtime.strategy.blocks import tied_names
 from rlplace.runtime.strategy.capture import capture
 from rlplace.runtime.strategy.cut import StageGraph, cut
@@ -89,6 +90,7 @@ def export(plan: PlacementPlan, to: str) -> str:
             "export: the plan places groups of ops, which neither torchtitan nor plain torch calls express; plan a whole "
             "strategy with 'rlplace place MODEL', or run this one with rlplace.distribute"
         )
+    refuse_release(plan, "export")
     return torchtitan_job(plan) if to == "torchtitan" else training_script(plan)
 
 

@@ -29,7 +29,7 @@ from rlplace.model.capture.fake import first_names
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.base.model import DistributedModel
 from rlplace.runtime.base.ranks import one_line, wait_for_all
-from rlplace.runtime.job.distribute import distribute
+from rlplace.runtime.job.distribute import distribute, refuse_release
 from rlplace.runtime.state.optimizer_state import load_whole_optimizer_state, whole_optimizer_state
 from rlplace.runtime.state.whole import whole_state_dict
 
@@ -123,6 +123,7 @@ def _distributed(accelerator: Accelerator, model: nn.Module, plan: PlacementPlan
     """Returns the distributed model, and sets an accelerator to use it; every process draws the batch of all replicas."""
     if options.get("share", "global") != "global":
         raise InputError("share: every process loads the batch of all replicas here; leave it out")
+    refuse_release(plan, "distribute_trainer and distribute_accelerator")
     see_one_process(accelerator)
     placed = distribute(model, plan, **{"device": accelerator.device, **options})
     use_model(accelerator, placed)

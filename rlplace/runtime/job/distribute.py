@@ -160,6 +160,7 @@ def parallelize(
     """
     if plan.strategy is None:
         raise InputError("parallelize: the plan places operations and has no strategy; rlplace.distribute runs it")
+    refuse_release(plan, "parallelize")
     made: Any = distribute(model, plan, example_inputs, device=device, share="replica", mixed_precision=mixed_precision)
     mesh: DeviceMesh = made.place.mesh
     if len(plan.strategy.stages) > 1:
@@ -170,6 +171,15 @@ def parallelize(
         if isinstance(parameter, DTensor) and made.place.data_degree == 1:  # which a tensor group alone holds whole
             parameter.register_post_accumulate_grad_hook(sum_parts)
     return made.runner.root, mesh
+
+
+def refuse_release(plan: PlacementPlan, verb: str) -> None:
+    """Refuses a plan that releases gradients, where the loop is another's."""
+    if plan.strategy is not None and plan.strategy.release_gradients:
+        raise InputError(
+            f"{verb}: the plan releases gradients, which 'rlplace run' does, and rlplace.distribute with "
+            "model.release_gradients(optimizer) in a loop of your own; plan without --release-gradients"
+        )
 
 
 def check_strategy(plan: PlacementPlan, verb: str) -> None:

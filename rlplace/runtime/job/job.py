@@ -117,6 +117,8 @@ def train(
     updates = options.optimizer or recipe.optimizer
     if plan.strategy is not None and (reason := why_not(plan.strategy, optimizer=updates)) is not None:
         raise InputError(f"run: {reason}")
+    if plan.strategy is not None and plan.strategy.release_gradients and options.clip is not None:
+        raise InputError("run: --clip needs all gradients at once, and the plan releases each in the backward; leave it out")
     name = options.autocast or recipe.autocast
     autocast = contextlib.nullcontext if name is None else partial(torch.autocast, device.type, _AUTOCAST[name])
     loop: dict[str, Any] = {"clip": options.clip, "autocast": autocast}

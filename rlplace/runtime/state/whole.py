@@ -177,6 +177,11 @@ class ParameterHooks:
                 if found:
                     found.clear()
 
+    @property
+    def names(self) -> list[str]:
+        """Names of parameters with hooks."""
+        return [*self._hooks, *self._after]
+
     def run(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Calls the hooks of gradients with whole ones, on every process that has a part of a parameter."""
         for name, hooks in self._hooks.items():

@@ -137,8 +137,15 @@ class Accumulation:
         self._first_step = True
         self.keeps_gradients = isinstance(root, DistributedDataParallel)  # the next step overwrites those of this one
 
-    def step(self, passes: Sequence[Pass], loss: Loss) -> torch.Tensor:
+    def step(
+        self, passes: Sequence[Pass], loss: Loss, counted: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """Runs forward and backward of every micro-batch.
+
+        Args:
+            passes: The micro-batches.
+            loss: Their loss.
+            counted: Returns from the weight of the only micro-batch that by which its gradients are divided in the backward.
 
         Returns:
             float [2], the weighted sum of their losses, and the sum of the weights.
@@ -157,7 +164,8 @@ class Accumulation:
                         del output
                     weight = one.counted(targets, self._device, trains=True)
                     self._buffers.end_pass()
-                    (value * weight.to(value.dtype)).backward()  # type: ignore[no-untyped-call]
+                    share = weight if counted is None else weight / counted(weight.clone())
+                    (value * share.to(value.dtype)).backward()  # type: ignore[no-untyped-call]
                 sums.append(torch.stack([value.detach().to(weight).reshape(()) * weight, weight]))
         self._buffers.end()
         if self._first_step:

@@ -30,9 +30,10 @@ from rlplace.runtime.strategy.buffers import Loss as PartLoss
 from rlplace.runtime.strategy.capture import strange_in
 from rlplace.runtime.strategy.gather import gather_output
 from rlplace.runtime.strategy.mesh import MeshPlace
+from rlplace.runtime.strategy.release import GradientRelease
 from rlplace.runtime.strategy.statistics import statistics_of, take_from_first_replica
 from rlplace.runtime.strategy.tensor import step_stream
-from rlplace.runtime.strategy.wrap import StageTies, average_left_out, sum_parts
+from rlplace.runtime.strategy.wrap import StageTies, average_left_out, left_out, sum_parts
 
 if TYPE_CHECKING:
     from rlplace.runtime.strategy.pipeline import PipelineRun
@@ -87,10 +88,35 @@ class StrategyModel(DistributedModel):
         self.strategy, self.place, self.runner, self._loss = strategy, place, runner, loss
         self._bodies, self._roots, self._names = dict(bodies), list(roots), tuple(names)
         self._ties, self._tied, self._hooks = ties, tied, hooks
+        self._release = GradientRelease() if strategy.release_gradients else None
+        if self.releases and hooks.names:
+            raise InputError(
+                f"native: the parameter {hooks.names[0]} has hooks, which read gradients of whole batches, and the plan "
+                "releases them; plan without --release-gradients"
+            )
         self._statistics = statistics_of(self._bodies.values())
         self._latest: weakref.ref[Stash] | None = None
         self._divides: dict[frozenset[str], bool] = {}  # by names of inputs, whether the loss is divided by `COUNT`
         self._reduction = batching.reduction  # of the latest batch
+
+    @property
+    def releases(self) -> bool:
+        """True where a parameter is updated in the backward, and has no gradient after it."""
+        return self._release is not None
+
+    def release_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes the backward update every parameter by an optimizer as soon as its gradient is there, and free that.
+
+        Call it once, on every process, where a plan releases gradients; ``optimizer.step()`` still ends every step.
+
+        Raises:
+            InputError: The plan does not release gradients.
+        """
+        if self._release is None:
+            super().release_gradients(optimizer)
+        else:
+            late = [p for p in self.parameters() if left_out(p) and self.place.data_degree > 1]
+            self._release.use(optimizer, late)
 
     def step(self, batch: Batch, loss: PartLoss) -> torch.Tensor:
         """Runs forward and backward of one batch in one call; gradients are added to ``.grad`` of the parameters.
@@ -113,28 +139,38 @@ class StrategyModel(DistributedModel):
         earlier = self._latest() if self._latest is not None and self.runner.keeps_gradients else None
         if earlier is not None:
             earlier.keep()
-        with Stash(dict(self.named_parameters()), copy=self.runner.keeps_gradients, after=self._hooks.run_after) as stash:
+        how: dict[str, Any] = {"copy": self.runner.keeps_gradients, "after": self._hooks.run_after, "released": self.releases}
+        with Stash(dict(self.named_parameters()), **how) as stash:
             with step_stream(self.random_state, self.place):
-                sums = self.runner.step(passes, loss)
+                if self._release is None:
+                    sums = self.runner.step(passes, loss)
+                else:
+                    counted = None if self._counts is None else self._over_replicas
+                    with self._release.step():
+                        sums = self.runner.step(passes, loss, counted)  # type: ignore[call-arg]
             for parameter in self.parameters():
                 average_left_out(parameter, self.place)
                 sum_parts(parameter)
             if self._ties is not None:
                 self._ties.sum_gradients(self._bodies)
-            sums = sums.double() if self.place.device.type == "cpu" else sums.float()
-            dist.all_reduce(sums)
-            last = self._pipeline.stages[-1]
-            total, counted = sums / (last.data_degree * last.axis("tensor"))
+            total, count = self._over_replicas(sums)
             if self._counts is not None:
-                total = total / counted
-                for parameter in self.parameters():
+                total = total / count
+                for parameter in () if self.releases else self.parameters():  # released ones had their share before
                     if parameter.grad is not None:
-                        parameter.grad.mul_(float(1.0 / counted))
+                        parameter.grad.mul_(float(1.0 / count))
             self._hooks.run(dict(self.trained()))
             if self.strategy.statistics == "replica":
                 take_from_first_replica(self._statistics, self.place)
         self._latest = weakref.ref(stash)
         return total, stash
+
+    def _over_replicas(self, sums: torch.Tensor) -> torch.Tensor:
+        """Returns the mean over all replicas of what each has."""
+        sums = sums.double() if self.place.device.type == "cpu" else sums.float()
+        last = self._pipeline.stages[-1]
+        dist.all_reduce(sums)
+        return sums / (last.data_degree * last.axis("tensor"))
 
     @property
     def _gathers(self) -> bool:

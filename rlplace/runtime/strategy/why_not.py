@@ -76,13 +76,13 @@ class Conduct:
         """True where the loss of a batch is no weighted mean of those of its parts."""
         return not self.reduction and self.incomparable is None
 
-    def settings(self, couple: str, buffers: str, statistics: str) -> dict[str, Any]:
+    def settings(self, couple: str, buffers: str, **others: Any) -> dict[str, Any]:
         """Returns fields of a `Strategy` by which its parts make up the result of the model.
 
         Args:
             couple: The request for a loss that couples samples; where it is known not to, there is nothing to gather.
             buffers: See `Strategy`.
-            statistics: See `Strategy`.
+            **others: Further fields of a `Strategy`.
         """
         gathers = couple == "gather" and (self.couples or self.unseen is not None)
         return {
@@ -90,7 +90,7 @@ class Conduct:
             "couple": couple if gathers else "replica",
             "mixing": self.mixing if gathers else (),
             "buffers": buffers,
-            "statistics": statistics,
+            **others,
         }
 
     def reason(self) -> str:
@@ -139,6 +139,7 @@ def why_not(
     couple: str | None = None,
     buffers: str | None = None,
     optimizer: str | None = None,
+    release: bool = False,
 ) -> str | None:
     """Returns the first reason why a strategy cannot run, None when it can.
 
@@ -149,6 +150,7 @@ def why_not(
         couple: See `Strategy`; None takes the strategy's. So does `buffers`.
         buffers: See `couple`.
         optimizer: Name of `OPTIMIZERS`; None: one that updates parts of parameters.
+        release: Whether gradients are released, although the strategy does not say so.
     """
     number = minor_version(torch_version or _installed())
     if number < OLDEST:
@@ -156,7 +158,8 @@ def why_not(
     if len(strategy.pipelines) > 1:
         return "several pipelines need gradients summed over unlike meshes, which torch has no part for; use one"
     facts, pipeline = facts or ModelFacts(), strategy.pipelines[0]
-    found = [_axes(pipeline, facts), _memory(pipeline, facts), _levels(pipeline, facts), _pipeline(pipeline, facts, number)]
+    found = [_release(pipeline)] if release or strategy.release_gradients else []
+    found += [_axes(pipeline, facts), _memory(pipeline, facts), _levels(pipeline, facts), _pipeline(pipeline, facts, number)]
     found += [
         _optimizer(pipeline, optimizer),
         _model(pipeline, facts),
@@ -167,22 +170,22 @@ def why_not(
 
 
 def judge(
-    facts: ModelFacts | None, couple: str | None = None, buffers: str | None = None, optimizer: str | None = None
+    facts: ModelFacts | None, couple: str | None = None, buffers: str | None = None, **asked: Any
 ) -> tuple[Callable[[Strategy], str | None], Mapping[str, str] | None]:
     """Returns this runtime's answers to planning: `why_not` for a model, and the layouts of modules over a tensor group.
 
     Args:
         facts: Of the model; None asks about strategies alone.
-        couple: See `why_not`; so are `buffers` and `optimizer`.
-        buffers: See `couple`.
-        optimizer: See `couple`.
+        couple: See `why_not`.
+        buffers: See `why_not`.
+        **asked: Further arguments of `why_not`.
 
     Returns:
         The modules are None where all may be cut.
     """
     tensor = TensorFacts() if facts is None else facts.tensor
     cut = tensor.words if tensor.layouts else None
-    return lambda strategy: why_not(strategy, facts, couple=couple, buffers=buffers, optimizer=optimizer), cut
+    return lambda strategy: why_not(strategy, facts, couple=couple, buffers=buffers, **asked), cut
 
 
 @cache
@@ -238,6 +241,23 @@ def _optimizer(pipeline: Pipeline, optimizer: str | None) -> Iterator[str]:
     whole = None if optimizer is None else OPTIMIZERS[optimizer].whole
     if whole is not None and any(stage.sharding or stage.axis("tensor") > 1 for stage in pipeline.stages):
         yield f"{whole}, and shards and tensor groups have parts; plan with shard=1 tensor=1, or take another optimizer"
+
+
+def _release(pipeline: Pipeline) -> Iterator[str]:
+    """Yields why gradients cannot be released: each has to be whole when its backward ends, and nothing else may hold it."""
+    stages = pipeline.stages
+    if any(stage.data_degree > 1 and stage.sharding == 0 for stage in stages):
+        yield (
+            "DistributedDataParallel keeps all gradients in its buckets, so that replicas release none; plan with shares "
+            "(levels 1 to 3), or without --release-gradients"
+        )
+    if len(stages) > 1 or max(pipeline.microbatches) > 1:
+        yield (
+            "released gradients are gone before those of the next micro-batch come, and cannot be added up; plan with "
+            "pipeline=1 microbatches=1, or without --release-gradients"
+        )
+    if any(stage.offload for stage in stages):
+        yield "updates in the backward of blocks in host memory were never compared; plan without offload"
 
 
 def _pipeline(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> Iterator[str]:

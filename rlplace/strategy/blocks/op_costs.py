@@ -233,7 +233,14 @@ def representatives(
     return np.array([first.setdefault((int(classes[b]), way), b) for b, way in enumerate(ways)], dtype=np.int64)
 
 
-def held_costs(graph: OpGraph, blocks: Blocks, layout: TensorLayout | None = None, spread: Collection[int] = ()) -> HeldCosts:
+def held_costs(
+    graph: OpGraph,
+    blocks: Blocks,
+    layout: TensorLayout | None = None,
+    spread: Collection[int] = (),
+    *,
+    released: bool = False,
+) -> HeldCosts:
     """Returns the state of a device; `spread` are the parameters that an expert group spreads."""
     parts, experts = np.zeros((2, 3, len(blocks.names)), dtype=np.int64)
     pieces = [1] * len(graph.parameters) if layout is None else layout.parameter_parts.tolist()
@@ -242,7 +249,7 @@ def held_costs(graph: OpGraph, blocks: Blocks, layout: TensorLayout | None = Non
         parts[:, list(holders)] += own
         if number in spread:
             experts[:, list(holders)] += own
-    return HeldCosts(parts[0].copy(), parts[1].copy(), parts[2].copy(), experts)
+    return HeldCosts(parts[0].copy(), parts[1].copy(), parts[2].copy(), experts, released=released)
 
 
 def ties_of(graph: OpGraph, blocks: Blocks) -> tuple[Tie, ...]:

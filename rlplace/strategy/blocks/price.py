@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,6 +105,7 @@ class PricedBlocks:
         costs: CostTable | str | Path | None = None,
         host: str = "eager",
         statistics: str = "replica",
+        release_gradients: bool = False,
     ) -> None:
         """Finds the blocks.
 
@@ -117,7 +118,8 @@ class PricedBlocks:
                 stay whole. None: all may be cut.
             costs: See `rlplace.price`; so is `host`.
             host: See `costs`.
-            statistics: See `rlplace.plan.strategy.Strategy`.
+            statistics: See `rlplace.plan.strategy.Strategy`; so is `release_gradients`.
+            release_gradients: See `statistics`.
         """
         check_host(host)
         graph = with_causal_attention(graph)
@@ -132,7 +134,7 @@ class PricedBlocks:
         self._graphs = (graph,) if other is None else (graph, other)
         self.names, self.experts = self.blocks.names, self._experts.most
         self.ties = ties_of(graph, self.blocks)
-        self.joins_replicas = statistics == "batch"
+        self.joins_replicas, self._released = statistics == "batch", release_gradients
         self.classes = self._classes()
 
     def why_not(self, cut: Cut) -> str | None:
@@ -179,7 +181,8 @@ class PricedBlocks:
     def held(self, tensor: int = 1, expert: int = 1) -> HeldCosts:
         """Returns the state that one device holds at these degrees."""
         cut, own = self._whole(tensor, expert), self._experts.counts if expert > 1 else ()
-        return self._once(("held", tensor, expert), lambda: held_costs(self.graph, self.blocks, self._layout(cut), own))
+        made = partial(held_costs, self.graph, self.blocks, released=self._released)
+        return self._once(("held", tensor, expert), lambda: made(self._layout(cut), own))
 
     def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> Floats:
         """Returns float64 [B], seconds of the optimizer step of whole blocks; that of a tied weight counts in every block."""

@@ -44,7 +44,8 @@ Update and offload
 Memory of a device
     reserved            context and communication buffers
     weights             level 0 all; else the share, and at levels 1 and 2 all of them from the first gather to the end
-    gradients           level 0 all; level 1 all while several micro-batches or a pipeline accumulate; else the share
+    gradients           level 0 all; level 1 all while several micro-batches or a pipeline accumulate; else the share; none
+                        where they are released, but those of the running block and the share that has just been reduced
     optimizer           all, or the share; none where offloaded
     activations         `kept_bytes` of a stage's blocks for every micro-batch in flight, counted by running the actions
     running block       `working_bytes` beside what the blocks up to it have saved, with the gradients of inputs and outputs

@@ -27,9 +27,9 @@ ROW = 38
 # Places, float64 [P, PLACE].
 (
     SHARDING, SHARE, COPIES, GATHER_TABLE, SCATTER_TABLE, REDUCE_TABLE, HOST_RATE, UPDATE_RATE, ITEM, EXPERT_SHARE,
-    EXPERT_GATHER_TABLE, EXPERT_SCATTER_TABLE, MEETS_BLOCKS, MEETS_COPIES,
-) = range(14)  # fmt: skip
-PLACE = 14
+    EXPERT_GATHER_TABLE, EXPERT_SCATTER_TABLE, MEETS_BLOCKS, MEETS_COPIES, RELEASED,
+) = range(15)  # fmt: skip
+PLACE = 15
 
 # Actions, int32 [., 3]: stage, kind, micro-batch.
 KINDS = "FBIW"
@@ -113,7 +113,7 @@ class PlacedBlock(NamedTuple, Generic[T]):
     bucket_bytes: T
     weight_bytes: T
     gradient_bytes: T
-    buffer_bytes: T  # flat copy of the gradient while it is exchanged
+    buffer_bytes: T  # flat copy of the gradient while it is exchanged; with the share that is released after it
     held_weight_bytes: T  # from its first gather to the end of the step; likewise the next two
     held_gradient_bytes: T
     held_optimizer_bytes: T

@@ -74,7 +74,8 @@ class Rows:
             row[c.HOST_RATE] = min(traffic.host_bytes_per_s(device) for device in place.devices)
             row[c.UPDATE_RATE] = min(traffic.host_memory_bytes_per_s(device) for device in place.devices)
             row[c.MEETS_BLOCKS], row[c.MEETS_COPIES] = traffic.meets(place)
-            row[c.ITEM] = self.costs.held(place.tensor, place.expert).gradient_item
+            held = self.costs.held(place.tensor, place.expert)
+            row[c.ITEM], row[c.RELEASED] = held.gradient_item, held.released
             self._place[place] = row
         return self._place[place]
 

@@ -67,7 +67,7 @@ def place_block(x, b, at, chosen, again):
     if how == WHOLE:
         buckets = exchanged if copies > 1.0 else 0.0
     else:
-        buffer = exchanged
+        buffer = exchanged + (shared_gradients if place[c.RELEASED] > 0.0 else 0.0)
         gather = table_s(tables[int(place[c.GATHER_TABLE])], weights - own_weights)
         reduce = table_s(tables[int(place[c.SCATTER_TABLE])], (gradients - own_gradients) * place[c.ITEM])
         if own_weights > 0.0:
@@ -86,7 +86,9 @@ def place_block(x, b, at, chosen, again):
         x[b, UPDATE] = row[c.UPDATE] * (shared_weights / row[c.WEIGHTS] if row[c.WEIGHTS] > 0.0 else 1.0 / share)
     gathered = weights if how == ONCE or how == EACH_BACKWARD else 0.0
     x[b, HELD_WEIGHTS] = gathered + (0.0 if offload == FULL_OFFLOAD else shared_weights)
-    if how == WHOLE or (how == ONCE and (at.microbatches > 1 or at.stages > 1)):
+    if place[c.RELEASED] > 0.0:
+        x[b, HELD_GRADIENTS] = 0.0
+    elif how == WHOLE or (how == ONCE and (at.microbatches > 1 or at.stages > 1)):
         x[b, HELD_GRADIENTS] = gradients
     else:
         x[b, HELD_GRADIENTS] = 0.0 if offload == FULL_OFFLOAD else shared_gradients
@@ -194,6 +196,7 @@ def prepare_stage(x, y, s, begin, end, at):
         before = x[b - 1, WEIGHTS] if b > begin and x[b - 1, HOW] == EACH_PASS else 0.0
         forward = max(forward, first + 2.0 * here, kept + x[b, WORKING_FORWARD] + here + after)
         passing = how == EACH_BACKWARD or how == EACH_PASS or (how == ONCE and single and at.microbatches == 1)
+        passing = passing or at.place[c.RELEASED] > 0.0
         moving = here + before
         buffer = x[b + 1, BUFFER] if single and b + 1 < end else 0.0
         working = x[b, WORKING_END] if b + 1 == end and s < stages - 1 else x[b, WORKING_BACKWARD]

@@ -263,6 +263,7 @@ def _pass_bytes(draft: Draft, stage: int, microbatches: int, blocks: Sequence[Re
         here, ahead, behind = gathered[index + 1], gathered[index + 2], gathered[index]
         forward = max(forward, before + 2 * here, kept + block.working_bytes[FORWARD_PASS] + here + ahead)
         passing = block.keeping in (EACH_BACKWARD, EACH_PASS) or (block.keeping == ONCE and single and microbatches == 1)
+        passing = passing or block.released
         gradient = block.gradient_bytes if passing else 0.0
         at_end = index + 1 == len(own) and stage < draft.stages - 1
         working = block.working_bytes[STAGE_END if at_end else BACKWARD_PASS]

@@ -78,6 +78,7 @@ class ReferenceBlock:
     buffer_bytes: float = 0.0  # flat copy of the gradient while it is exchanged
     meets_blocks: bool = False  # collectives inside blocks use a channel of the exchange of weights and gradients
     meets_copies: bool = False  # so do sums over copies
+    released: bool = False  # gradients go with the update in the backward
 
     def static_bytes(self, stages: int, microbatches: int) -> float:
         """Returns bytes from its first gather to the end of the step."""
@@ -86,6 +87,8 @@ class ReferenceBlock:
         total += 0.0 if self.offload == FULL_OFFLOAD else weights
         if self.keeping in (ONCE, EACH_BACKWARD):
             total += self.weight_bytes
+        if self.released:
+            return total
         if self.keeping == WHOLE or (self.keeping == ONCE and (microbatches > 1 or stages > 1)):
             total += self.gradient_bytes
         elif self.offload != FULL_OFFLOAD:
@@ -130,7 +133,7 @@ def reference_blocks(
     for number, block in enumerate(blocks):
         forward = float(plain[FORWARD_PASS, number]) if draft.recompute[number] == FULL else 0.0
         block.remade_bytes = forward + max(0.0, block.working_bytes[BACKWARD_PASS] - float(plain[BACKWARD_PASS, number]))
-        block.offload = draft.offload[number]
+        block.offload, block.released = draft.offload[number], held.released
         block.meets_blocks, block.meets_copies = meets
         block.keeping = keeping(place.sharding, block.offload, draft.stages, copies)
         block.weight_bytes, block.gradient_bytes, _ = whole[number]
@@ -142,7 +145,7 @@ def reference_blocks(
         if block.keeping == WHOLE:
             block.bucket_bytes = exchanged if copies > 1 else 0.0
         else:
-            block.buffer_bytes = exchanged
+            block.buffer_bytes = exchanged + (gradients if held.released else 0.0)
             block.gather_s = table_s(gather, dense[0]) + table_s(expert_gather, expert[0])
             block.reduce_s = table_s(scatter, dense[1] * held.gradient_item)
             block.reduce_s += table_s(expert_scatter, expert[1] * held.gradient_item)

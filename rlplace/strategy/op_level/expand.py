@@ -46,6 +46,7 @@ class LaneBuild:
         self.rows = placed_blocks(draft, lane, whole.packer)
         places = map(whole.packer.costed.place, draft.places)
         self.meets = [(row[c.MEETS_BLOCKS], row[c.MEETS_COPIES] > 0.0) for row in places]
+        self.released = costs.held().released
         step, kind_of = costs.step_ops(whole.split), kind_numbers(costs, whole.cluster)
         self.stages, self.collective_s = [], []
         for place, inside in zip(draft.place_of_stage, whole.ranges, strict=True):

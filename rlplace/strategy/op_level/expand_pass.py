@@ -145,7 +145,7 @@ class PassBuild:
     def _hold_gradient(self, block: int, base: int) -> None:
         """Adds the unsharded gradient of a block, which grows while it runs, where it is not there all step long."""
         row, alone = self.rows[block], self.single and self.lane.lane.microbatches == 1
-        if row.keeping in (EACH_BACKWARD, EACH_PASS) or (row.keeping == ONCE and alone):
+        if self.lane.released or row.keeping in (EACH_BACKWARD, EACH_PASS) or (row.keeping == ONCE and alone):
             rows, sizes = self._gradient(block, row.gradient_bytes)
             self.build.tensors(base + rows, sizes, np.full(len(rows), base + self.part.ends[block]))
 

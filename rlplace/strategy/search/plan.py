@@ -33,7 +33,7 @@ from rlplace.strategy.search.op_level import OpLevel
 from rlplace.strategy.search.remarks import bf16_note, fp16_step_s, memory_parts, without_bf16
 from rlplace.strategy.search.search import SearchResult, search
 from rlplace.strategy.search.space import Space
-from rlplace.strategy.search.tries import Progress, SearchProblem, Tried
+from rlplace.strategy.search.tries import Progress, SearchProblem, Tried, priced_settings
 
 SEARCH_PART, LEAST_PART = 0.85, 0.5
 """Part of the remaining time for the search before the check op by op; least part of the whole limit for the search."""
@@ -158,7 +158,8 @@ def ask(
     **pricing: Any,
 ) -> SearchProblem:
     """Returns the problem of a model's step on a cluster, its blocks priced; `pricing` holds arguments of `PricedBlocks`."""
-    blocks = PricedBlocks(graph, cluster, statistics=(settings or {}).get("statistics", "replica"), **pricing)
+    pricing |= priced_settings(settings or {})
+    blocks = PricedBlocks(graph, cluster, **pricing)
     excluded = None if why_not is None else lambda draft: why_not(draft.strategy(blocks.names))
     scores = DraftEvaluator(blocks, cluster)
     return SearchProblem(scores, batch, space or Space(), excluded, settings=settings or {}, layouts=blocks.modules)

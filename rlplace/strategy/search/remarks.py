@@ -23,7 +23,7 @@ from rlplace.strategy.executor.traffic import ClusterTraffic
 from rlplace.strategy.op_level.expand import ExpandedDraft, Expansion, tasks_of
 from rlplace.strategy.op_level.step_build import GATHER
 from rlplace.strategy.search.op_level import MOST_TASKS, OpLevel
-from rlplace.strategy.search.tries import SearchProblem
+from rlplace.strategy.search.tries import SearchProblem, priced_settings
 from rlplace.text import ms
 
 BF16, FP16 = "bfloat16", "float16"
@@ -56,7 +56,7 @@ def in_fp16(graph: OpGraph) -> OpGraph:
 def fp16_step_s(problem: SearchProblem, draft: Draft, graphs: tuple[OpGraph, OpGraph | None], **pricing: Any) -> float:
     """Returns seconds of a draft's step in float16, by the finest executor; other arguments are those of `PricedBlocks`."""
     first, other = graphs
-    pricing["statistics"] = problem.settings.get("statistics", "replica")
+    pricing |= priced_settings(problem.settings)
     blocks = PricedBlocks(in_fp16(first), problem.cluster, other and in_fp16(other), **pricing)
     return OpLevel(dataclasses.replace(problem, scores=DraftEvaluator(blocks, problem.cluster))).evaluate(draft).step_time_s
 

@@ -30,6 +30,11 @@ Progress = Callable[[int, float], None]
 """Called now and then with the evaluations so far and the seconds of the best that fits."""
 
 
+def priced_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those settings of a `SearchProblem` that change its prices, as arguments of `PricedBlocks`."""
+    return {key: settings[key] for key in ("statistics", "release_gradients") if key in settings}
+
+
 @dataclass(frozen=True, eq=False)
 class SearchProblem:
     """The problem: the quickest step that processes so many samples.

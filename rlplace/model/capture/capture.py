@@ -105,6 +105,8 @@ def capture(
     weights = {step.dtype or p.dtype for p in model.parameters() if p.is_floating_point()}
     if step.master_weights and not any(item.itemsize < 4 for item in weights):
         raise InputError("master_weights: the weights are float32 already; leave it out, or capture with dtype='bf16'")
+    if (reason := OPTIMIZERS[optimizer].why_not(weights, step.master_weights)) is not None:
+        raise InputError(f"optimizer {optimizer}: {reason}")
     notes: list[str] = []
     failures: dict[str, Exception] = {}
     for attempt in METHODS if method is None else (method,):

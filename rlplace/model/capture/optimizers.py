@@ -6,13 +6,14 @@ the parameter, and state in float32 (mixed-precision Adam of Megatron and DeepSp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 KERNELS = ("foreach", "fused", "single")
@@ -42,6 +43,7 @@ class OptimizerRule:
         products: Newton-Schulz steps by which it makes the update of a matrix orthogonal.
         rest: Name of the optimizer of parameters that are no matrices (`matrices`); None: it updates them itself.
         whole: Why it cannot update parts of parameters; None where it can.
+        rounds: It rounds updates of bfloat16 weights up or down at random, by their distance; others it updates as ever.
     """
 
     path: str
@@ -57,10 +59,17 @@ class OptimizerRule:
     products: int = 0
     rest: str | None = None
     whole: str | None = None
+    rounds: bool = False
 
     def of(self, matrix: bool) -> OptimizerRule:
         """Returns the rule of a parameter that is a matrix of `matrices`, or is not."""
         return self if matrix or self.rest is None else OPTIMIZERS[self.rest]
+
+    def why_not(self, dtypes: Iterable[torch.dtype], master_weights: bool = False) -> str | None:
+        """Explains why it makes no sense for weights of these dtypes; None where it does."""
+        if self.rounds and (master_weights or not any(str(dtype) == "torch.bfloat16" for dtype in dtypes)):
+            return f"{self.path} rounds weights in bfloat16 at random; take --dtype bf16 without master weights"
+        return None
 
     def update_flops(self, shape: Sequence[int]) -> float:
         """Returns FLOPs of the update of a parameter; a Newton-Schulz step has three products (torch/optim/_muon.py)."""
@@ -104,6 +113,10 @@ OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
         "muon": OptimizerRule("torch.optim.Muon", 6.0, 3.0, 1, 0, 4, 13 / 5, products=5, rest="adamw"),
         # torchao/optim/adam.py compiles the update into one kernel.
         "adamw8bit": OptimizerRule("torchao.optim.AdamW8bit", 17.0, 3.0, 2, 0, 0, quantized=True),
+        # AdamW and of every weight a random number, two masks, a comparison, a sum and a choice (torchao/optim/quant_utils.py).
+        "adamw-bf16": OptimizerRule(
+            "torchao.optim._AdamW", 19.0, 3.0, 2, 0, 0, options={"bf16_stochastic_round": True}, rounds=True
+        ),
     }
 )  # fmt: skip
 

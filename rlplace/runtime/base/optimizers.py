@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -10,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from rlplace.errors import MissingError
+from rlplace.errors import InputError, MissingError
 from rlplace.model.capture.optimizers import OPTIMIZERS, matrices
 from rlplace.runtime.base.model import DistributedModel
 
@@ -109,8 +110,11 @@ def optimizer_of_groups(
 
     Raises:
         MissingError: A package is not installed.
+        InputError: The optimizer makes no sense for these weights.
     """
     rule = OPTIMIZERS[name]
+    if (reason := rule.why_not({p.dtype for group in groups for p in group["params"]})) is not None:
+        raise InputError(f"optimizer {name}: {reason}")
     groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
     if rule.rest is not None:
         split = (
@@ -120,14 +124,12 @@ def optimizer_of_groups(
         )
         return Muon([{**group, "params": own, "matrices": kind} for group, kind, own in split if own], lr, exact)
     module, _, own_name = rule.path.rpartition(".")
-    try:
-        if module == "torchao.optim":
-            from torchao import optim  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        else:
-            optim = torch.optim
-    except ImportError as error:
-        raise MissingError(
-            f"the optimizer {name} needs {module.partition('.')[0]}; pip install {module.partition('.')[0]}"
-        ) from error
-    made: Callable[..., torch.optim.Optimizer] = Lion if own_name == "Lion" else getattr(optim, own_name)
-    return made(groups, lr=lr, **rule.options)
+    modules: dict[str, Any] = {"torch.optim": torch.optim, __name__: sys.modules[__name__]}
+    if module not in modules:
+        try:
+            import torchao.optim  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        except ImportError as error:
+            raise MissingError(f"the optimizer {name} needs torchao; pip install torchao") from error
+        modules["torchao.optim"] = torchao.optim
+    made: torch.optim.Optimizer = getattr(modules[module], own_name)(groups, lr=lr, **rule.options)
+    return made

@@ -149,8 +149,12 @@ class Reference:
 
 @contextlib.contextmanager
 def alike_draws(device: torch.device) -> Iterator[AlikeDraws]:
-    """Makes random numbers alike for all samples; the device's own stream continues afterwards where it was."""
-    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type), AlikeDraws() as draws:
+    """Makes random numbers alike for all samples; the device's own stream continues afterwards where it was.
+
+    What is compiled, as updates of torchao, runs op by op, because torch compiles nothing while draws are watched.
+    """
+    stream = torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+    with stream, torch.compiler.set_stance("force_eager"), AlikeDraws() as draws:
         yield draws
 
 

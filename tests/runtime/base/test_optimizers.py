@@ -1,16 +1,18 @@
 """Optimizers by name: the state that they are said to keep, and their updates of parts beside those of the whole model."""
 
 import copy
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 import rlplace
+from rlplace.errors import InputError, MissingError
 from rlplace.model.capture.capture import capture
 from rlplace.model.capture.optimizers import OPTIMIZERS, matrices
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.base.optimizers import make_optimizer
+from rlplace.runtime.base.optimizers import make_optimizer, optimizer_of_groups
 from rlplace.runtime.state.whole import whole_tensor
 from rlplace.runtime.strategy.why_not import why_not
 from tests.runtime.equality import strategy_plan
@@ -47,9 +49,9 @@ def held_bytes(value):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_is_that_of_the_real_optimizer(name):
-    if name == "adamw8bit":
+    if OPTIMIZERS[name].path.startswith("torchao"):
         pytest.importorskip("torchao")
-    model, ids = Words(), torch.arange(6)
+    model, ids = Words().to(torch.bfloat16 if OPTIMIZERS[name].rounds else torch.float32), torch.arange(6)
     graph = capture(model, (ids,), loss=lambda y: y.square().mean(), optimizer=name)
     optimizer = make_optimizer(name, model, 1e-3)
     model(ids).square().mean().backward()
@@ -59,6 +61,36 @@ def test_the_state_is_that_of_the_real_optimizer(name):
     held = {names[id(p)]: sum(map(held_bytes, map(torch.as_tensor, s.values()))) for p, s in optimizer.state.items()}
     said = {parameter.name: parameter.optimizer_bytes for parameter in graph.parameters}
     assert {path: held.get(path, 0) for path in said} == said
+
+
+def test_random_rounding_is_right_on_average():
+    """An update of an eighth of the distance between two weights: rounded to the nearest, nothing ever moves."""
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    count, steps = 1 << 16, 8
+    weight = nn.Parameter(torch.ones(count, dtype=torch.bfloat16))
+    optimizer = optimizer_of_groups("adamw-bf16", [{"params": [weight]}], (), rate := 2.0**-11)
+    wanted = 1.0
+    for _ in range(steps):
+        weight.grad = torch.ones_like(weight)
+        with torch.compiler.set_stance("force_eager"):
+            optimizer.step()
+        wanted = wanted * (1 - rate * 0.01) - rate  # the first moment over the root of the second is 1
+    found = weight.detach().double()
+    assert (found.mean() - wanted).abs() < 4 * found.std() / count**0.5 and found.std() > 0
+    plain = torch.ones(4, dtype=torch.bfloat16)
+    assert torch.equal(plain - rate, plain)
+    with pytest.raises(InputError, match="rounds weights in bfloat16 at random; take --dtype bf16"):
+        make_optimizer("adamw-bf16", Words(), rate)
+    with pytest.raises(InputError, match="rounds weights in bfloat16 at random"):
+        capture(Words(), (torch.arange(6),), loss=lambda y: y.square().mean(), optimizer="adamw-bf16")
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(MissingError, match="adamw8bit needs torchao; pip install torchao"):
+        make_optimizer("adamw8bit", Words(), 1e-3)
 
 
 def test_matrices_are_neither_tables_nor_the_head():

@@ -75,8 +75,15 @@ RELATED: Mapping[str, str] = {
 budget. Leaving one device out (docs/cost-model/accuracy.md) shows what that is worth; power-limited cards lend none."""
 
 HALF_PRECISION_HALF_S = 16e-6
-"""`gemm_half_s` of attention and convolutions in half precision. Kernels in float32 take longer to fill a device, for its
-peak is a fifteenth."""
+"""`gemm_half_s` of attention and convolutions in half precision and tf32. Kernels in float32 take longer to fill a device, for
+its peak is a fifteenth or an eighth."""
+
+TF32_CONVOLUTION = 0.28
+"""Sustained fraction of the tf32 peak of convolutions, whose channels cuDNN moves last and back. With the half point above: all
+convolutions of a ResNet-50 step of 64 images on one H200 (benchmarks/gpu) take 0.98 of what was measured; 256 images on an
+A100-80 in 272.9 ms as published, where the other ops leave 155 ms for the 162 predicted; and on an A100-40 the forward takes
+1.18 times as long an image with 32 images as with 256, published 1.19 (NVIDIA DeepLearningExamples, ResNet-50 v1.5: PyTorch
+training, TensorFlow inference latency in TF32)."""
 
 HALF_PRECISION_PRODUCT_S = 2e-6
 """Both half points of plain and batched products in half precision, beside the launch. 41 bf16 products of cuBLAS on an H100
@@ -136,12 +143,15 @@ def datasheet_curve(kind: DeviceKind, op: str, precision: str, direction: str) -
     efficiency = item.compute
     if op == "attention":
         efficiency = _ATTENTION.get(base_name(kind.name), efficiency)
-    if item.matrix:
+    peak = peak_of(kind, precision)
+    if op == "conv" and precision == "tf32":  # no slower than in float32, where its peak is hardly higher
+        efficiency = max(TF32_CONVOLUTION, efficiency * kind.gemm_efficiency["float32"] * kind.peak_flops["float32"] / peak)
+    elif item.matrix:
         efficiency *= kind.gemm_efficiency.get(cast(DType, precision), kind.gemm_efficiency["float32"])
     if direction in ("backward", "backward_weight"):
         efficiency *= item.backward_compute
-    peak, half_s, bandwidth_half_s = peak_of(kind, precision), kind.gemm_half_s, kind.bandwidth_half_s
-    if precision in ("float16", "bfloat16") and not kind.host_processor:
+    half_s, bandwidth_half_s = kind.gemm_half_s, kind.bandwidth_half_s
+    if precision in ("float16", "bfloat16", "tf32") and not kind.host_processor:
         product = op in ("gemm", "bmm")
         half_s = min(half_s, HALF_PRECISION_PRODUCT_S if product else HALF_PRECISION_HALF_S)
         bandwidth_half_s = min(bandwidth_half_s, HALF_PRECISION_PRODUCT_S) if product else bandwidth_half_s

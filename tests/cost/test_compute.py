@@ -137,9 +137,21 @@ def test_tiny_ops_cost_the_launch_floor_and_views_nothing():
 
 def test_float32_convolutions_run_at_the_tf32_rate_and_products_do_not():
     conv, gemm = one_op("conv", flops=1e13), one_op("gemm", flops=1e13)
-    assert explain_times(conv, A100).seconds[0] < explain_times(gemm, A100).seconds[0] / 4
+    assert explain_times(conv, A100).seconds[0] < explain_times(gemm, A100).seconds[0] / 2
     without = msgspec.structs.replace(A100, peak_flops={"float32": 19.5e12})
     assert explain_times(conv, without).seconds[0] > explain_times(gemm, without).seconds[0]
+
+
+def test_small_batches_of_tf32_convolutions_follow_published_latencies():
+    """ResNet-50's forward in TF32 on one A100-40 (NVIDIA DeepLearningExamples) takes 1.19 times as long an image with 32 as
+    with 256 images: its 3 x 3 convolutions of 14 x 14 pixels, half a millisecond of arithmetic at most."""
+
+    def seconds(images):
+        flops, pixels = 2.0 * 9 * 256 * 256 * 196 * images, 256 * 196 * images
+        conv = one_op("conv", flops=flops, size_bytes=4 * (2 * pixels + 9 * 256 * 256))
+        return explain_times(conv, KINDS["a100-40g"]).device_s[0] / images
+
+    assert 1.1 < seconds(32) / seconds(256) < 1.3
 
 
 @pytest.mark.slow
@@ -159,7 +171,7 @@ def test_tf32_is_as_pytorch_is_set_when_the_model_is_captured(on):
         after = {kind: seconds(kind) for kind in ("conv", "gemm")}
     finally:
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = True, False
-    assert (after["conv"] == before["conv"]) if on else (after["conv"] > 1.5 * before["conv"])
+    assert (after["conv"] == before["conv"]) if on else (after["conv"] > 1.3 * before["conv"])
     assert (after["gemm"] < 0.5 * before["gemm"]) if on else (after["gemm"] == before["gemm"])
 
 

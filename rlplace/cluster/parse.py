@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,7 @@ from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import fingerprint
 from rlplace.limits import MAX_BYTES
 from rlplace.records import check
+from rlplace.text import bytes_text
 
 MAX_DEVICES = 1024
 """Devices that one cluster may have; the link matrices grow with the square."""
@@ -86,6 +88,15 @@ class Cluster:
         """Returns bytes over the memory of hosts, summed over them, of what each holds."""
         known = zip(used_bytes, self.host_memory_bytes, strict=False)
         return sum(max(0.0, used - memory) for used, memory in known if memory)
+
+    def short_host(self, devices: Iterable[int], size_bytes: int) -> str | None:
+        """Returns which host has no room for so many bytes by a process for each of these devices; None: all have."""
+        for host, processes in sorted(Counter(self.hosts[device] for device in devices).items()):
+            memory = self.host_memory_bytes[host] if self.host_memory_bytes else 0
+            if 0 < memory < processes * size_bytes:
+                each, many = bytes_text(size_bytes), f"{processes} process{'es' if processes > 1 else ''}"
+                return f"host {host} has {bytes_text(memory)} of memory, and {many} of it would hold {each} each"
+        return None
 
     @property
     def num_devices(self) -> int:

@@ -84,14 +84,16 @@ def test_a_host_holds_what_all_of_its_devices_put_there():
 
 
 def test_what_a_host_has_no_room_for_is_over_capacity():
-    """Both replicas of the first host put as much there; the second host has room for one, the first for one and a half."""
+    """Both replicas of the first host put as much there; the second host has room for one, the first for one and a half, each
+    with a block a process for its start."""
     hosts = Cluster.preset("a100-80g:2x2,ib=400g")
     costs = RandomOps.of(random_costs(np.random.default_rng(0), hosts, 3))
     draft = dataclasses.replace(plain_draft((0, 3), [Mesh((0, 1), replicate=2)]), offload=bytes([2, 2, 2]))
     free = DraftEvaluator(costs, hosts).evaluate(draft)
     assert free.feasible
-    single = free.host_bytes[0] // 2
-    small = dataclasses.replace(hosts, host_memory_bytes=(single * 3 // 2, single))
+    single, block = free.host_bytes[0] // 2, int(costs.held().weight_bytes.max())
+    assert free.starting_bytes[0] == pytest.approx(2 * (single + block), abs=2)
+    small = dataclasses.replace(hosts, host_memory_bytes=(single * 3 // 2 + 2 * block, single + block + 1))
     found = DraftEvaluator(costs, small).evaluate(draft)
     assert not found.feasible
     assert found.over_bytes == pytest.approx(single / 2, abs=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from rlplace.cli.main import main
 from rlplace.cli.plan_tables import show_strategy
 from rlplace.cluster import Cluster
 from rlplace.cluster.parse import parse
+from rlplace.errors import InfeasibleError
 from rlplace.model.graph.opgraph import OpGraph
 from rlplace.model.zoo import load_model
 from rlplace.plan import PlacementPlan
@@ -132,6 +134,26 @@ def test_weights_are_those_of_the_model(gpt2: tuple[nn.Module, rlplace.OpGraph])
     assert shares.parts["gathered"] > 0 or shares.parts["backward"] > 0
     away = held(graph, "shard=4 sharding=3 recompute=none offload=optimizer")
     assert away.parts["optimizer"] == 0 and away.parts["weights"] == shares.parts["weights"]
+
+
+def test_hosts_hold_what_starting_takes(gpt2: tuple[nn.Module, rlplace.OpGraph]) -> None:
+    """Whole models in every process, else a block in each; a host without room for that is refused."""
+    module, graph = gpt2
+    size = sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
+    largest = max(parameter.nbytes for parameter in module.parameters())
+    tables = module.transformer.wte.weight.nbytes + module.transformer.wpe.weight.nbytes
+    block = max(tables, *(sum(parameter.nbytes for parameter in part.parameters()) for part in module.transformer.h))
+
+    def plan(memory_bytes: int) -> PlacementPlan:
+        cluster = dataclasses.replace(parse("a100-80g:2"), host_memory_bytes=(memory_bytes,))
+        return plan_strategy(graph, cluster, 8, calls=30, space=Space.parse("replicate=2 shard=1 pipeline=1 tensor=1"))
+
+    assert not notes(plan(2 * size))
+    (note,) = notes(plan(2 * size - 2))
+    assert note.startswith("host 0 has") and "2 processes" in note and "rlplace.deferred_weights()" in note
+    assert plan(2 * block + 4096).predicted.feasible
+    with pytest.raises(InfeasibleError, match="hosts with more memory"):
+        plan(2 * largest - 2)
 
 
 def test_what_runs_again_is_not_kept(gpt2: tuple[nn.Module, rlplace.OpGraph]) -> None:

@@ -31,6 +31,7 @@ from rlplace.runtime.job.verify import TOLERANCE, Reference, RunComparison, alik
 from rlplace.runtime.state.deferred import deferred_weights
 from rlplace.runtime.state.training_state import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlplace.runtime.strategy.why_not import why_not
+from rlplace.strategy.search.remarks import short_host
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TIMEOUT_S = 1800.0
@@ -122,16 +123,21 @@ def train(
     name = options.autocast or recipe.autocast
     autocast = contextlib.nullcontext if name is None else partial(torch.autocast, device.type, _AUTOCAST[name])
     loop: dict[str, Any] = {"clip": options.clip, "autocast": autocast}
+    short = None
     if dist.get_rank() == 0:
         planned.check()
-    broadcast_object(None)  # the others wait for the check
+        short = short_host(planned.graph, planned.cluster, devices_of(plan))
+    short = broadcast_object(short)  # the others wait for the check
+    if short is not None and (options.verify or plan.strategy is None):
+        remedy = "leave --verify out, so that weights are made where they are kept" if options.verify else "plan a strategy"
+        raise InputError(f"run: {short}, and {'--verify does' if options.verify else 'placements do'}; {remedy}")
     policy, known = None, recipe
     # Weights of master copies are priced as gathered, and their gradients as reduced, in the dtype of the plan.
     if plan.strategy is not None and recipe.master_weights and recipe.dtype in _AUTOCAST:
         policy = MixedPrecisionPolicy(param_dtype=_AUTOCAST[recipe.dtype])
         known = msgspec.structs.replace(recipe, dtype="fp32")
     build = partial(known.build, "cpu", options.seed, batch=microbatch_of(plan, recipe.batch))
-    loaded = build() if options.verify or plan.strategy is None else _build_later(build)
+    loaded = build() if options.verify or plan.strategy is None else _build_later(build, short)
     whole = copy.deepcopy(loaded.module, computed_values(loaded.module)) if options.verify and dist.get_rank() == 0 else None
     model = distribute(
         loaded.module, plan, loaded.example_inputs, loss=loaded.loss, device=device, seed=options.seed, mixed_precision=policy
@@ -188,12 +194,19 @@ def train(
     return JobResult(losses, first_step, step_s, plan.predicted.step_time_s, ranks, comparison, model.report)
 
 
-def _build_later(build: Callable[[], LoadedModel]) -> LoadedModel:
-    """Builds a model whose weights are made where they are kept; whole where that cannot be recorded, and says so."""
+def _build_later(build: Callable[[], LoadedModel], short: str | None) -> LoadedModel:
+    """Builds a model whose weights are made where they are kept; whole where that cannot be recorded, and says so.
+
+    Args:
+        build: Builds it.
+        short: Why a host has no room for whole models, if it has none.
+    """
     try:
         with deferred_weights():
             return build()
     except InputError as refusal:
+        if short is not None:
+            raise InputError(f"run: {refusal}; and {short}: take hosts with more memory, or fewer devices of each") from None
         if dist.get_rank() == 0:
             print(f"run: every process builds the whole model first: {refusal}", file=sys.stderr, flush=True)
         return build()

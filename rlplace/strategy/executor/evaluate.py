@@ -32,11 +32,19 @@ EXECUTOR = "blocks"
 """Value of `Prediction.simulator` for the block executor."""
 
 
-def bytes_over(peak_bytes: Sequence[float], host_bytes: Sequence[float], cluster: Cluster) -> float:
+def bytes_over(peak_bytes: Sequence[float], starting_bytes: Sequence[float], cluster: Cluster) -> float:
     """Returns bytes over capacity, summed over the devices and the hosts of a cluster."""
     pairs = zip(peak_bytes, cluster.devices, strict=True)
     over = sum(max(0.0, peak - float(device.memory_bytes or math.inf)) for peak, device in pairs)
-    return over + cluster.host_over_bytes(host_bytes)
+    return over + cluster.host_over_bytes(starting_bytes)
+
+
+def starting(draft: Draft, host_bytes: Sequence[float], costs: BlockCosts, cluster: Cluster) -> list[float]:
+    """Returns bytes of each host while its processes start: what is offloaded, and one whole block a process, for weights are
+    made or loaded one by one, and only then cut (`rlplace.deferred_weights`).
+    """
+    block, processes = float(costs.held().weight_bytes.max()), Counter(cluster.hosts[device] for device in draft.devices)
+    return [held + block * processes[host] for host, held in enumerate(host_bytes)]
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,7 @@ class StepEvaluation:
         feasible: Whether it ends, and every device has room.
         peak_memory_bytes: For each device of the cluster, reserved bytes included; 0 for devices that are not in use.
         host_bytes: For each host number from 0, offloaded bytes in its memory.
+        starting_bytes: For each host, bytes in its memory while its processes start (`starting`).
         over_bytes: Bytes over capacity, summed over devices and hosts.
         parts: Seconds by entry of `PARTS` on the place with most work; they add up to the step time. Of several pipelines it is
             a place of the slowest.
@@ -62,6 +71,7 @@ class StepEvaluation:
     feasible: bool
     peak_memory_bytes: tuple[int, ...]
     host_bytes: tuple[int, ...]
+    starting_bytes: tuple[int, ...]
     over_bytes: float
     parts: dict[str, float]
     bottleneck: int
@@ -86,14 +96,16 @@ def side_by_side(draft: Draft, alone: Sequence[StepEvaluation], costs: BlockCost
     parts["exchange"] += sum_s
     parts["bubble"] += max(0.0, step_s - sum(parts.values()))
     host_bytes = tuple(sum(sizes) for sizes in zip(*(one.host_bytes for one in alone), strict=True))
+    starting_bytes = tuple(sum(sizes) for sizes in zip(*(one.starting_bytes for one in alone), strict=True))
     cluster = traffic.cluster
-    over_hosts = cluster.host_over_bytes(host_bytes) - sum(cluster.host_over_bytes(one.host_bytes) for one in alone)
+    over_hosts = cluster.host_over_bytes(starting_bytes) - sum(cluster.host_over_bytes(one.starting_bytes) for one in alone)
     return StepEvaluation(
         step_time_s=step_s,
         passes_s=passes_s,
         feasible=all(one.feasible for one in alone) and not over_hosts,
         peak_memory_bytes=tuple(max(sizes) for sizes in zip(*(one.peak_memory_bytes for one in alone), strict=True)),
         host_bytes=host_bytes,
+        starting_bytes=starting_bytes,
         over_bytes=sum(one.over_bytes for one in alone) + over_hosts,
         parts={name: parts[name] for name in PARTS},
         bottleneck=before + slowest.bottleneck,
@@ -170,7 +182,7 @@ class DraftEvaluator:
         result = self._run(draft)[1]
         step, over = result.step.tolist()
         if self.cluster.host_memory_bytes:
-            over += self.cluster.host_over_bytes(self._hosts(draft, result.hosts))
+            over += self.cluster.host_over_bytes(self._hosts(draft, result.hosts)[1])
         return step, over
 
     def evaluate(self, draft: Draft) -> StepEvaluation:
@@ -179,8 +191,8 @@ class DraftEvaluator:
             return side_by_side(draft, [self.evaluate(one) for one in draft.pipelines], self.costs, self.traffic)
         frame, (result, answers, used, on_host, stage_s) = self._run(draft)
         step, over = result.tolist()
-        peaks, hosts = [0] * self.cluster.num_devices, self._hosts(draft, on_host)
-        over += self.cluster.host_over_bytes(hosts)
+        peaks, (hosts, at_start) = [0] * self.cluster.num_devices, self._hosts(draft, on_host)
+        over += self.cluster.host_over_bytes(at_start)
         for size, devices in zip(used.ravel().tolist(), frame.devices, strict=True):
             for device in devices:
                 peaks[device] = math.ceil(self.cluster.devices[device].reserved_bytes + size)
@@ -192,19 +204,20 @@ class DraftEvaluator:
             feasible=over == 0.0 and step < math.inf,
             peak_memory_bytes=tuple(peaks),
             host_bytes=tuple(map(math.ceil, hosts)),
+            starting_bytes=tuple(map(math.ceil, at_start)),
             over_bytes=over,
             parts=dict(zip(PARTS, _spent(answers[busiest], step), strict=True)),
             bottleneck=max(stages, key=lambda stage: stage_s[stage]),
             stage_busy_s=tuple(stage_s.tolist()),
         )
 
-    def _hosts(self, draft: Draft, on_host: Floats) -> list[float]:
-        """Returns bytes in the memory of each host, from float64 [P], those of a device of each place."""
+    def _hosts(self, draft: Draft, on_host: Floats) -> tuple[list[float], list[float]]:
+        """Returns bytes in the memory of each host, and while it starts, from float64 [P], those of a device of each place."""
         hosts = [0.0] * (max(self.cluster.hosts) + 1)
         for place, size in zip(draft.places, on_host.tolist(), strict=True):
             for device in place.devices:
                 hosts[self.cluster.hosts[device]] += size
-        return hosts
+        return hosts, starting(draft, hosts, self.costs, self.cluster)
 
     def parts_of_places(self, draft: Draft) -> Floats:
         """Returns float64 [P, `PARTS`], parts of the step of one pipeline on every place; raises as `score` does."""

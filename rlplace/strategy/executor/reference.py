@@ -13,7 +13,7 @@ from rlplace.cluster import Cluster
 from rlplace.plan.actions import Action
 from rlplace.strategy.costs import BACKWARD_PASS, FORWARD_PASS, STAGE_END, WITH_GRADIENTS, BlockCosts
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.executor.evaluate import PARTS, StepEvaluation, bytes_over, side_by_side
+from rlplace.strategy.executor.evaluate import PARTS, StepEvaluation, bytes_over, side_by_side, starting
 from rlplace.strategy.executor.meshes import Lane, borders, check_draft, copy_groups, lanes, stage_actions
 from rlplace.strategy.executor.reference_blocks import (
     PlaceWork,
@@ -81,13 +81,15 @@ def evaluate_reference(
     work = works[busiest]
     spent = [work.compute, work.tensor, work.gather, work.exchange, work.hand_over, 0.0, sum(updates[busiest])]
     spent[PARTS.index("bubble")] = max(0.0, step - sum(spent))
-    over = bytes_over(peaks, hosts, cluster)
+    at_start = starting(draft, hosts, costs, cluster)
+    over = bytes_over(peaks, at_start, cluster)
     return StepEvaluation(
         step_time_s=step,
         passes_s=max(ends) if step < math.inf else step,
         feasible=over == 0.0 and step < math.inf,
         peak_memory_bytes=tuple(math.ceil(peak) for peak in peaks),
         host_bytes=tuple(math.ceil(size) for size in hosts),
+        starting_bytes=tuple(math.ceil(size) for size in at_start),
         over_bytes=over,
         parts=dict(zip(PARTS, spent, strict=True)),
         bottleneck=max(stages, key=lambda stage: stage_busy[stage]),

@@ -92,7 +92,7 @@ def evaluation_of(expanded: ExpandedDraft, line: Timeline, blocks: StepEvaluatio
     for peak, devices in zip(line.peak_memory_bytes.tolist(), expanded.stands_for, strict=True):
         for device in devices:
             peaks[device] = peak + cluster.devices[device].reserved_bytes
-    over = bytes_over(peaks, blocks.host_bytes, cluster)
+    over = bytes_over(peaks, blocks.starting_bytes, cluster)
     return dataclasses.replace(
         blocks,
         step_time_s=step,

@@ -30,7 +30,7 @@ from rlplace.strategy.drafts import KINDS, Draft, kind_of
 from rlplace.strategy.executor.evaluate import DraftEvaluator, StepEvaluation
 from rlplace.strategy.search.efficiency import BatchCurve, search_batches
 from rlplace.strategy.search.op_level import OpLevel
-from rlplace.strategy.search.remarks import bf16_note, fp16_step_s, memory_parts, without_bf16
+from rlplace.strategy.search.remarks import DEFER, bf16_note, fp16_step_s, memory_parts, short_host, without_bf16
 from rlplace.strategy.search.search import SearchResult, search
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import Progress, SearchProblem, Tried, priced_settings
@@ -107,11 +107,14 @@ def plan_strategy(
     finer = OpLevel(problem, ends_s)
     result = finer.checked(result)
     best = result.ranked[0].draft
+    notes = [] if (short := short_host(graph, cluster, best.devices)) is None else [f"{short}: {DEFER}"]
     if kinds := without_bf16(graph, cluster, best.devices):
         affordable = time.monotonic() + ask_s <= ends_s  # as long as pricing took once
         graphs = graph, pricing.pop("other", None)
         fp16_s = fp16_step_s(problem, best, graphs, **pricing) if affordable else None
-        extra["notes"] = [bf16_note(graph, kinds, finer.evaluate(best).step_time_s, fp16_s)]
+        notes.append(bf16_note(graph, kinds, finer.evaluate(best).step_time_s, fp16_s))
+    if notes:
+        extra["notes"] = notes
     predicted = predict(problem, result, finer, **extra)
     if memory:
         costs = cast(OpCosts, problem.costs)

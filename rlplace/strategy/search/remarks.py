@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,9 @@ from rlplace.text import ms
 
 BF16, FP16 = "bfloat16", "float16"
 
+DEFER = "build it in rlplace.deferred_weights(), as `rlplace run` does without --verify; a process then makes a block at a time"
+"""What to do about a host that has no room for whole models."""
+
 
 def without_bf16(graph: OpGraph, cluster: Cluster, devices: Iterable[int]) -> list[str]:
     """Returns the kinds of these devices with units for float16 and none for bfloat16, if ops of the graph compute in that."""
@@ -46,6 +50,14 @@ def bf16_note(graph: OpGraph, kinds: Iterable[str], step_s: float | None = None,
     if step_s is None or fp16_s is None:
         return f"{note}{option} plans in the type that it has units for"
     return f"{note}in fp16 the same strategy takes {ms(fp16_s)} ms, {step_s / fp16_s:.2f} times as fast; {option} plans for it"
+
+
+def short_host(graph: OpGraph, cluster: Cluster, devices: Iterable[int]) -> str | None:
+    """Returns which host has no room for a whole model in every process of these devices; None: all have."""
+    item = 4 if graph.capture.get("master_weights") else 0  # the model is built in float32 then
+    size = sum(max(parameter.size_bytes, item * math.prod(parameter.shape)) for parameter in graph.parameters)
+    short = cluster.short_host(devices, size)
+    return None if short is None else f"{short} if every process built the whole model"
 
 
 def in_fp16(graph: OpGraph) -> OpGraph:

@@ -132,7 +132,9 @@ class Planned:
     def capture(self, samples: int, method: str | None = None) -> OpGraph:
         """Captures the model with so many samples, by the plan's method or by `method`."""
         loaded, known = self.recipe.build("meta", seed=0, batch=samples), self.source
-        again = "module" if (known.capture or {}).get("method") == "module" else None
+        made = known.capture or {}
+        fell_back = any(" failed: " in str(note) for note in made.get("notes", ()))  # it will again, with the same notes
+        again = "module" if made.get("method") == "module" and not fell_back else None
         return self.recipe.capture(loaded, source={**(known.graph or {}), "batch": samples}, method=method or again)
 
     @cached_property

@@ -200,14 +200,12 @@ def test_a_model_that_loops_over_samples_is_captured_by_modules():
     assert float(first.op_flops.sum()) == pytest.approx(float(whole.op_flops.sum()), rel=1e-2)
 
 
-def test_lists_of_images_are_planned_as_one_batch_or_refused_with_what_to_do():
+def test_lists_of_images_are_planned_as_strategies_and_as_groups():
     def loss(output):
         return sum(output.values())
 
-    with pytest.raises(
-        InputError, match=r"inputs hold tensors for each sample: stack them .*list\(images\); or place groups of this"
-    ):
-        rlplace.place(Detector(), "cpu:2", example_inputs=lists(4), loss=loss, calls=9)
+    plan = rlplace.place(Detector(), "cpu:2", example_inputs=lists(4), batch=12, loss=loss, space="pipeline=1", calls=9)
+    assert plan.strategy.batch == 12
     plan = rlplace.place(Detector(), "cpu:2", example_inputs=lists(4), loss=loss, space="placement", calls=9, time_limit_s=None)
     assert plan.strategy is None and plan.predicted.step_time_s > 0
 

@@ -6,7 +6,7 @@ Recorded storages as the tensors of an `OpGraph`: producer and consumers of each
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlplace.model.aten import base_name, kind_of
 from rlplace.model.capture.optimizers import OptimizerRule
@@ -308,4 +308,16 @@ class Tensors:
             if record.trainable:
                 update = number[(UPDATE_OF, index)]
                 rows += [TensorRow(GRADIENT, index, number[key], record.gradient_bytes, [update], -1) for key in sources]
+        if any(label.whole for label in self.assembly.recording.labels):
+            rows = _joined(rows)
         return sorted(rows, key=lambda row: (row.producer, row.role))
+
+
+def _joined(rows: list[TensorRow]) -> list[TensorRow]:
+    """Joins inputs and activations between the same ops to one tensor: modules kept whole may exchange one for each sample."""
+    joined: dict[Any, TensorRow] = {}
+    for index, row in enumerate(rows):
+        edge = (row.role, row.producer, *row.consumers) if row.role in (INPUT, ACTIVATION) else index
+        known = joined.get(edge)
+        joined[edge] = row if known is None else row._replace(bytes=row.bytes + known.bytes, storage=-1)
+    return list(joined.values())

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 from rlplace.errors import InputError, show
 
 if TYPE_CHECKING:
-    import torch
-
     from rlplace.model.graph.opgraph import OpGraph
 
 MAX_PARTS = 1000
@@ -117,7 +115,7 @@ def _build(item: Any) -> Any:
     raise InputError(f"inputs: expected a tensor, value, tuple, list or dict, found {show(item)}")
 
 
-def rows_of(inputs: Any) -> int:
+def rows_of(inputs: Any, items: bool | None = None) -> int:
     """Counts the samples of example inputs: rows of their first tensor, 1 where it has no dimensions, 0 where there is no
     tensor.
 
@@ -126,21 +124,36 @@ def rows_of(inputs: Any) -> int:
 
     Args:
         inputs: Tensors in tuples, lists and dicts.
+        items: Whether samples are items of the first list, where that is known of other inputs of the model.
     """
-    import torch
-
     from rlplace.model.axes.access import tensors_in
 
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
     first = next(tensors_in(inputs), None)
     if first is None:
         return 0
-    rows = max(1, int(first.shape[0])) if first.dim() else 1
-    leading, *others = _arguments(inputs) or [first]
-    lengths = [len(value) for value in others if isinstance(value, list) or (isinstance(value, torch.Tensor) and value.dim())]
-    if isinstance(leading, list) and len(leading) in lengths and rows not in lengths:
-        return len(leading)
-    return rows
+    if are_items(inputs) if items is None else items:
+        return next((len(value) for value in _arguments(inputs) if isinstance(value, list)), 0)
+    return max(1, int(first.shape[0])) if first.dim() else 1
+
+
+def are_items(inputs: Any) -> bool:
+    """Returns whether samples are items of lists, and not rows of tensors."""
+    import torch
+
+    from rlplace.model.axes.access import tensors_in
+
+    leading, *others = _arguments(inputs) or [None]
+    if not isinstance(leading, list):
+        return False
+    alike = [value for value in others if isinstance(value, (list, torch.Tensor)) and _length(value) == len(leading)]
+    if any(isinstance(value, list) and not all(isinstance(item, torch.Tensor) for item in value) for value in alike):
+        return True  # such as a dict of boxes for each image
+    return bool(alike) and len({_length(tensor) for tensor in tensors_in(inputs)}) > 1  # else a list of features, say
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list) or value.dim() else 0
 
 
 def _arguments(inputs: Any) -> list[Any]:
@@ -152,33 +165,44 @@ def _arguments(inputs: Any) -> list[Any]:
     return list(inputs) if isinstance(inputs, tuple) else [inputs]
 
 
+def flatten_rows(inputs: Any, samples: int, items: bool | None = None) -> tuple[list[Any], list[bool], Any]:
+    """Takes inputs apart into what has a row or an item for each sample, and what has not.
+
+    Args:
+        inputs: Tensors in tuples, lists and dicts.
+        samples: How many there are.
+        items: See `rows_of`.
+
+    Returns:
+        Leaves: tensors, other values, and whole lists where samples are items of lists; by leaf whether it is one a sample;
+        and the structure for `pytree.tree_unflatten`.
+    """
+    import torch
+
+    from rlplace.model.torch_adapter import pytree
+
+    inputs = dict(inputs) if isinstance(inputs, Mapping) and not isinstance(inputs, dict) else inputs
+    lists = are_items(inputs) if items is None else items
+    leaves, spec = pytree.tree_flatten(inputs, is_leaf=lambda value: lists and isinstance(value, list))
+    return leaves, [isinstance(leaf, (list, torch.Tensor)) and _length(leaf) == samples for leaf in leaves], spec
+
+
 def resize_batch(inputs: Any, samples: int, wanted: int) -> Any:
-    """Cuts or repeats every tensor of example inputs whose first dimension is `samples`.
+    """Cuts or repeats every tensor of example inputs whose first dimension is `samples`, or every list of so many items.
 
     Args:
         inputs: Tensors in tuples, lists and dicts.
         samples: Batch size of `inputs`.
         wanted: Batch size of the result.
     """
-    import torch
-
-    from rlplace.model.axes.access import tensors_in
     from rlplace.model.torch_adapter import pytree
 
-    def resized(leaf: torch.Tensor) -> torch.Tensor:
-        if leaf.dim() == 0 or leaf.shape[0] != samples or samples == wanted:
-            return leaf
-        return leaf.repeat(-(-wanted // samples), *([1] * (leaf.dim() - 1)))[:wanted]
+    def resized(leaf: Any) -> Any:
+        times = -(-wanted // samples)
+        return (leaf * times if isinstance(leaf, list) else leaf.repeat(times, *([1] * (leaf.dim() - 1))))[:wanted]
 
-    def items(value: Any) -> bool:  # a list with an item a sample
-        return listed and isinstance(value, list) and len(value) == samples
-
-    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
-    listed = any(isinstance(value, list) and len(value) == samples for value in _arguments(inputs)[:1])
-    listed = listed and rows_of(next(tensors_in(inputs), inputs)) != samples
-    leaves, spec = pytree.tree_flatten(inputs, is_leaf=items)
-    made = [(leaf * -(-wanted // samples))[:wanted] if items(leaf) else leaf for leaf in leaves]
-    made = [resized(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in made]
+    leaves, each, spec = flatten_rows(inputs, samples)
+    made = [resized(leaf) if one and samples != wanted else leaf for leaf, one in zip(leaves, each, strict=True)]
     return pytree.tree_unflatten(made, spec)
 
 

@@ -168,13 +168,13 @@ class EagerRecorder(StepRecorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if self.by_module:
             coin = any(args[0] is one for one in self._coins) if args else False
-            if coin or (func is torch.ops.aten.rand.default and not args[0]):  # whether a layer is dropped: it runs
+            if coin or _draws_one(func, args):  # whether a layer is dropped: it runs; which of several sizes: the first
                 if func is torch.ops.aten._local_scalar_dense.default:
                     self.guesses["rand"] += 1
                     return False
                 self._coins.append(super().__torch_dispatch__(func, types, args, kwargs))
                 return self._coins[-1]
-            guess = _GUESSES.get(func)
+            guess = _GUESSES.get(func) or _GUESSES.get(str(func))
             if guess is not None:
                 with contextlib.suppress(DataDependentOutputException, DynamicOutputShapeException):
                     return super().__torch_dispatch__(func, types, args, kwargs)  # a constant of the forward
@@ -185,6 +185,13 @@ class EagerRecorder(StepRecorder):
                 self.guesses["index"] += 1
                 args = (args[0], _all_positions(args[1]))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _draws_one(func: Any, args: Sequence[Any]) -> bool:
+    """Returns whether an op draws one number from zero on."""
+    if func is torch.ops.aten.uniform_.default:
+        return args[0].numel() == 1 and (len(args) < 2 or args[1] == 0)
+    return func is torch.ops.aten.rand.default and not args[0]
 
 
 def _scalar(tensor: torch.Tensor) -> bool | int | float:
@@ -207,6 +214,7 @@ _GUESSES: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.equal.default: lambda a, b: True,
     torch.ops.aten.nonzero.default: lambda a: a.new_empty((a.numel(), a.dim()), dtype=torch.int64),
     torch.ops.aten.masked_select.default: lambda a, mask: a.new_empty((max(a.numel(), mask.numel()),)),
+    "torchvision.nms.default": lambda boxes, scores, threshold: boxes.new_empty((boxes.shape[0],), dtype=torch.int64),
 }
 
 

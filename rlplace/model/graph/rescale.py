@@ -61,12 +61,11 @@ def two_captures(whole: OpGraph, capture_at: CaptureAt) -> tuple[OpGraph, OpGrap
             "that tensor must have one row a sample"
         )
     if not _alike(first, other):
-        if first.num_ops == other.num_ops:
-            why = "its inputs hold tensors for each sample: stack them and take them apart in the forward, by list(images)"
-        else:
-            counts = f"{first.num_ops} ops for {first.samples}, {other.num_ops} for {asked}"
-            why = f"it runs modules sample by sample ({counts}): run all at once"
-        raise InputError(f"{whole.name[:80]}: {why}; or place groups of this one batch: --space placement")
+        counts = f"{first.num_ops} ops for {first.samples}, {other.num_ops} for {asked}"
+        raise InputError(
+            f"{whole.name[:80]}: it runs modules sample by sample ({counts}): run all at once; or place groups of this one "
+            "batch: --space placement"
+        )
     return first, other
 
 

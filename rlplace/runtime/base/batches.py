@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from rlplace.errors import InputError
+from rlplace.model.capture.inputs import flatten_rows
 from rlplace.model.torch_adapter import FakeTensor, pytree
 from rlplace.plan.strategy import TARGETS, Strategy
 from rlplace.runtime.torch_adapter import counted_losses
@@ -246,13 +247,27 @@ def even_sizes(samples: int, parts: int) -> tuple[int, ...]:
 
 def repeated(batch: Batch, times: int, samples: int) -> dict[str, Any]:
     """Returns the micro-batch of several replicas together, as far as shapes go; tensors with so many rows are repeated."""
-    made: dict[str, Any] = map_rows(dict(batch), samples, lambda leaf: torch.cat([leaf] * times))
+    made: dict[str, Any] = map_rows(dict(batch), samples, lambda leaf: _joined([leaf] * times))
     return made
 
 
-def map_rows(tree: Any, samples: int, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns any nesting of tensors with a function of those that have so many rows in their place."""
-    return pytree.tree_map_only(torch.Tensor, lambda leaf: function(leaf) if leaf.shape[:1] == (samples,) else leaf, tree)
+def _joined(parts: Sequence[Any]) -> Any:
+    """Joins rows of tensors, or items of lists."""
+    return [item for part in parts for item in part] if isinstance(parts[0], list) else torch.cat([*parts])
+
+
+def map_rows(tree: Any, samples: int, function: Callable[[Any], Any]) -> Any:
+    """Returns any nesting of tensors with a function of those that have so many rows in their place.
+
+    Where samples are items of lists (`rlplace.model.capture.inputs.flatten_rows`), the function gets lists of so many, too.
+    """
+    leaves, each, spec = flatten_rows(tree, samples)
+    return pytree.tree_unflatten([function(leaf) if one else leaf for leaf, one in zip(leaves, each, strict=True)], spec)
+
+
+def take(leaf: Any, rows: Any) -> Any:
+    """Returns rows of a tensor, or items of a list, by a slice or a tensor of numbers."""
+    return [leaf[int(row)] for row in rows] if isinstance(leaf, list) and isinstance(rows, torch.Tensor) else leaf[rows]
 
 
 def cast(batch: Batch, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -264,7 +279,13 @@ def cast(batch: Batch, dtype: torch.dtype | None) -> dict[str, Any]:
 
 
 def passes_of(
-    batch: Batch, share: Share, names: Collection[str], kept: Collection[str], device: torch.device, counted: str | None = None
+    batch: Batch,
+    share: Share,
+    names: Collection[str],
+    kept: Collection[str],
+    device: torch.device,
+    counted: str | None = None,
+    items: bool | None = None,
 ) -> list[Pass]:
     """Cuts a replica's micro-batches out of a batch: every tensor with as many rows as the batch is cut, others are kept.
 
@@ -275,21 +296,22 @@ def passes_of(
         kept: Names of tensors that are not cut although they have as many rows.
         device: Where the micro-batches go.
         counted: The reduction that weights losses in place of samples; None: samples.
+        items: See `rlplace.model.capture.inputs.rows_of`.
 
     Raises:
         InputError: An input is missing, or no tensor has that many rows.
     """
     if missing := [name for name in names if name not in batch]:
         raise InputError(f"native: the batch has no {', '.join(missing)}, which example_inputs had; add it")
-    flat, spec = pytree.tree_flatten({name: value for name, value in batch.items() if name not in kept})
-    rows = [len(leaf) if isinstance(leaf, torch.Tensor) and leaf.dim() else 0 for leaf in flat]
-    if share.whole not in rows:
-        found = ", ".join(map(str, sorted({*rows} - {0})))
+    flat, cut, spec = flatten_rows({name: value for name, value in batch.items() if name not in kept}, share.whole, items)
+    if not any(cut):
+        rows = {len(leaf) for leaf in flat if isinstance(leaf, (list, torch.Tensor)) and (isinstance(leaf, list) or leaf.dim())}
+        found = ", ".join(map(str, sorted(rows - {0})))
         raise InputError(
             f"native: the strategy runs {share.whole} samples here, but no tensor of the batch has that many rows (found "
             f"{found or 'no tensors'}); drop a short last batch (drop_last=True), or pad it"
         )
-    cut, each = [count == share.whole for count in rows], share.samples // share.joined
+    each = share.samples // share.joined
     firsts = [number * each for number in range(share.joined)]
     whole = {name: batch[name] for name in batch if name in kept}
     own = slice(share.first, share.first + share.samples)
@@ -299,7 +321,7 @@ def passes_of(
     for size, weight in zip(share.sizes, share.weights, strict=True):
         runs = [slice(first + start, first + start + size // share.joined) for first in firsts]
         taken = [
-            leaf if not is_cut else torch.cat([leaf[run] for run in runs]) if len(runs) > 1 else leaf[runs[0]]
+            leaf if not is_cut else _joined([leaf[run] for run in runs]) if len(runs) > 1 else leaf[runs[0]]
             for leaf, is_cut in zip(leaves, cut, strict=True)
         ]
         part: dict[str, Any] = pytree.tree_unflatten(taken, spec) | whole

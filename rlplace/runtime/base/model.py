@@ -28,6 +28,7 @@ class Batching:
     share: str
     whole: Collection[str]
     reduction: str
+    items: bool = False  # whether samples are items of lists, and not rows of tensors
 
 
 class Stash:

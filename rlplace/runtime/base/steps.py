@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from rlplace.errors import InputError
-from rlplace.model.capture.inputs import described_inputs, split_inputs
+from rlplace.model.capture.inputs import are_items, described_inputs, rows_of, split_inputs
 from rlplace.model.capture.outputs import add_losses, is_losses, no_loss, own_loss
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.plan import PlacementPlan
 from rlplace.runtime.base import activity
-from rlplace.runtime.base.batches import map_rows
+from rlplace.runtime.base.batches import map_rows, take
 
 Loss = Callable[..., Tensor]
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -96,14 +96,14 @@ def takes_target(loss: Loss | None) -> bool:
     return False
 
 
-def samples_of(arguments: Any) -> int:
-    """Returns the samples of a batch: the rows of its first tensor."""
+def samples_of(arguments: Any, items: bool | None = None) -> int:
+    """Returns the samples of a batch: the rows of its first tensor, or the items of its first list of samples."""
     first = next((leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)), None)
     if first is None or first.dim() == 0 or len(first) == 0:
         raise InputError(
             "distribute: the first tensor input must have the batch as its first dimension, and it must not be empty"
         )
-    return len(first)
+    return rows_of(arguments, items)
 
 
 def check_inputs(arguments: Any) -> None:
@@ -123,7 +123,7 @@ def synthetic_batch(example_inputs: Any, samples: int, seed: int, step: int) -> 
     way, such as values with offsets or lengths in falling order.
 
     Args:
-        example_inputs: Nested tensors; the batch is the first dimension of the first tensor that has one.
+        example_inputs: Nested tensors; the batch is the first dimension of the first tensor that has one, or samples are items.
         samples: Size of the batch.
         seed: The run's seed.
         step: Number of the step.
@@ -134,14 +134,15 @@ def synthetic_batch(example_inputs: Any, samples: int, seed: int, step: int) -> 
     leaves = [leaf for leaf in pytree.tree_leaves(example_inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not leaves:
         return example_inputs
-    length = len(leaves[0])
+    items = are_items(example_inputs)
+    length = rows_of(example_inputs) if items else len(leaves[0])
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     rounds = -(-samples // length)
-    if _in_order(leaves, length):
+    if not items and _in_order(leaves, length):
         rows = torch.arange(length).repeat(rounds)[:samples]
     else:
         rows = torch.cat([torch.randperm(length, generator=generator) for _ in range(rounds)])[:samples]
-    return map_rows(example_inputs, length, lambda leaf: leaf[rows])
+    return map_rows(example_inputs, length, lambda leaf: take(leaf, rows))
 
 
 def _in_order(leaves: Sequence[Tensor], length: int) -> bool:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from rlplace.errors import InputError
 from rlplace.model.capture.caches import turn_off_caches
 from rlplace.model.capture.fake import meta_copy
+from rlplace.model.capture.inputs import are_items
 from rlplace.plan.strategy import Pipeline, Strategy
 from rlplace.runtime.base.batches import Batch, cast, repeated
 from rlplace.runtime.base.model import Batching
@@ -95,7 +96,7 @@ def prepare(
     hooks, meta = ParameterHooks(model), meta_copy(model)
     make = partial(
         StrategyModel, meta, strategy, place, names=tuple(example_inputs), loss=loss, seed=seed, hooks=hooks,
-        batching=batching or Batching("global", (), strategy.reduction),
+        batching=replace(batching or Batching("global", (), strategy.reduction), items=are_items(dict(example_inputs))),
     )  # fmt: skip
     if len(strategy.stages) > 1:
         more = _pipelined(model, meta, strategy, place, example_inputs, layouts, facts.blocks, mixed_precision, values=values)

@@ -243,6 +243,8 @@ class StrategyModel(DistributedModel):
                 f"the model returns a {type(strange).__name__}, whose parts of a batch cannot be joined; return a tuple, a "
                 "dict or a dataclass"
             )
+        if all(isinstance(output, list) and len(output) == size for (output, _), size in zip(parts, sizes, strict=True)):
+            return [item for output, _ in parts for item in output]  # one a sample, such as the boxes of an image
         spec = pytree.tree_structure(parts[0][0])
         if not any(count for _, count in parts):  # no loss, as without labels
             parts = [(output, size) for (output, _), size in zip(parts, sizes, strict=True)]
@@ -269,8 +271,8 @@ class StrategyModel(DistributedModel):
         return batch, self._passes(batch, inputs)
 
     def _share(self, batch: Batch, replica: int, degree: int | None = None) -> Share:
-        samples = samples_of(dict(batch)) * (len(self.ranks.replicas) if self.batching.share == "replica" else 1)
-        return share_of(self.strategy, replica, samples, degree)
+        samples, owners = samples_of(dict(batch), self.batching.items), len(self.ranks.replicas)
+        return share_of(self.strategy, replica, samples * (owners if self.batching.share == "replica" else 1), degree)
 
     def _passes(self, batch: Batch, names: Any) -> list[Pass]:
         """Returns this replica's micro-batches of a batch, on its device."""
@@ -281,7 +283,7 @@ class StrategyModel(DistributedModel):
             share = replace(share, weights=(self._pipeline.data_degree / share.joined / share.whole,) * len(share.sizes))
         if self.batching.share == "replica":
             share = replace(share, first=0, whole=share.samples)
-        return passes_of(batch, share, names, self.batching.whole, self.ranks.device, self._counts)
+        return passes_of(batch, share, names, self.batching.whole, self.ranks.device, self._counts, self.batching.items)
 
     def _loss_of(self, output: Any, target: Any) -> torch.Tensor:
         if self._loss is None:

@@ -57,7 +57,7 @@ LEVEL = {room: level for level, rooms in enumerate(ORDER.split("\n")) for room i
 
 # Modules inside of a room, from the bottom up.
 INSIDE = {
-    "runtime.base": "environment ranks activity batches steps faults model optimizers",
+    "runtime.base": "environment ranks activity batches steps faults model turns optimizers",
     "runtime.placement": "forward_graph joint_graph assign wire emit placed_model apply",
 }
 

@@ -105,6 +105,8 @@ class HeldCosts:
         optimizer_bytes: int64 [B], optimizer state and master weights.
         expert_bytes: int64 [3, B], the part of these three of experts that an expert group spreads; 0 where its degree is 1.
         gradient_item: Bytes of an element in which gradients are exchanged between replicas, over those of `gradient_bytes`.
+        turns: float64 [2, B], number of cut matrices that an update needs whole, and their bytes as they are sent, whole;
+            devices that share them gather one each at a time (`rlplace.runtime.base.turns`).
         released: Gradients go with the update of their parameters in the backward.
     """
 
@@ -112,6 +114,7 @@ class HeldCosts:
     gradient_bytes: Bytes
     optimizer_bytes: Bytes
     expert_bytes: Bytes
+    turns: Floats
     gradient_item: float = 1.0
     released: bool = False
 

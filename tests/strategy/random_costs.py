@@ -50,7 +50,12 @@ class RandomCosts:
     experts: int = 1
     joins_replicas: bool = False
     released: bool = False
+    matrices: float = 0.0  # that an update needs whole, of each block
     known: dict[object, object] = field(default_factory=dict, compare=False)
+
+    @property
+    def turns(self) -> NDArray[np.float64]:
+        return np.stack([np.full(len(self.names), self.matrices), self.weights * 0.4 * (self.matrices > 0)])
 
     def why_not(self, cut: Cut) -> str | None:
         if self.experts % cut.expert:  # a search finds no experts; `passes` has prices for drafts that say so all the same
@@ -125,7 +130,7 @@ class RandomCosts:
             weights = experts + (self.weights / tensor * np.where(tied, 1, 2 / 3)).astype(np.int64)
             state = (weights * self.state).astype(np.int64)
             own = np.stack([experts, experts, (experts * self.state).astype(np.int64)]) * (expert > 1)
-            self.known["held", tensor, expert] = HeldCosts(weights, weights, state, own, self.item, self.released)
+            self.known["held", tensor, expert] = HeldCosts(weights, weights, state, own, self.turns, self.item, self.released)
         return self.known["held", tensor, expert]  # type: ignore[return-value]
 
     def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> NDArray[np.float64]:

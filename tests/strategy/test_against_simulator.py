@@ -28,7 +28,9 @@ def drawn(seed):
     cluster = list(PRESETS.values())[seed % len(PRESETS)]
     blocks = int(rng.integers(4, 13))
     made = random_costs(rng, cluster, blocks, tied=bool(rng.random() < 0.3))
-    costs = RandomOps.of(dataclasses.replace(made, joins_replicas=blocks % 3 == 0, released=blocks % 4 == 0))
+    costs = RandomOps.of(
+        dataclasses.replace(made, joins_replicas=blocks % 3 == 0, released=blocks % 4 == 0, matrices=blocks % 2 * 4.0)
+    )
     draft = random_draft(rng, cluster, blocks)
     whole = draft.stages == 1 and draft.places[0].sharding == 0
     if whole and 2 in draft.offload and len(set(draft.microbatches)) > 1:  # a block that streams in is reduced in every pass

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlplace.cluster import Cluster
+from rlplace.cluster.collectives import collective_s
 from rlplace.cluster.links import Links
 from rlplace.errors import InputError
 from rlplace.strategy.drafts import Draft, Mesh
@@ -41,7 +42,7 @@ def test_twins_agree(name, seed, blocks, tied):
         cluster = dataclasses.replace(cluster, host_memory_bytes=(10**8,) * (max(cluster.hosts) + 1))
     if seed % 4 == 0:  # blocks of the first kind are frozen, with nothing trained before them
         costs = dataclasses.replace(costs, ratio=costs.ratio * (costs.classes != costs.classes[0]))
-    costs = dataclasses.replace(costs, released=seed % 5 == 0)
+    costs = dataclasses.replace(costs, released=seed % 5 == 0, matrices=float(seed % 3))
     check_twins(costs, cluster, random_draft(rng, cluster, blocks))
 
 
@@ -57,6 +58,17 @@ def test_frozen_blocks_before_all_trained_ones_are_gathered_once():
     traffic = ClusterTraffic(cluster)
     gather_s = table_s(traffic.table("all_gather", (tuple(range(8)),)), float(costs.held().weight_bytes[0]))
     assert trained - frozen == pytest.approx(3 * gather_s, rel=1e-6)
+
+
+def test_matrices_are_gathered_in_turns_and_cut_again():
+    cluster, devices = PRESETS["v100:8"], tuple(range(8))
+    costs = random_costs(np.random.default_rng(0), cluster, 6)
+    draft = Draft((0, 6), (Mesh(devices, shard=8, sharding=3),), (0,), bytes(6), bytes(6), (1,), (1,))
+    moved, plain = (
+        DraftEvaluator(dataclasses.replace(costs, matrices=count, known={}), cluster).evaluate(draft) for count in (4.0, 0.0)
+    )
+    each_s = [collective_s(cluster.links, "all_to_all", devices, weights * 0.4 / 4) for weights in costs.weights]
+    assert moved.step_time_s - plain.step_time_s == pytest.approx(2 * 4 / 8 * sum(each_s), rel=0.02)  # of a table of sizes
 
 
 @pytest.mark.parametrize("kept", [packing.KEPT_FRAMES, 3])

@@ -65,7 +65,7 @@ def test_devices_of_a_host_share_the_memory_of_its_sockets(devices):
 
 
 FIELDS = ("stage_place", "places", "microbatches", "actions", "action_ptr", "ways", "way_ptr", "way_channels", "room_bytes")
-TABLES = (c.GATHER_TABLE, c.SCATTER_TABLE, c.REDUCE_TABLE, c.EXPERT_GATHER_TABLE, c.EXPERT_SCATTER_TABLE)
+TABLES = (c.GATHER_TABLE, c.SCATTER_TABLE, c.REDUCE_TABLE, c.EXPERT_GATHER_TABLE, c.EXPERT_SCATTER_TABLE, c.TURN_TABLE)
 
 
 def contents(packer, draft):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from rlplace.errors import InputError, MissingError
 from rlplace.model.capture.optimizers import OPTIMIZERS, matrices
 from rlplace.runtime.base.model import DistributedModel
+from rlplace.runtime.base.turns import in_turns
 
 
 def _loss_of(closure: Callable[[], Any] | None) -> Any:
@@ -56,6 +58,9 @@ class Lion(torch.optim.Optimizer):
 class Muon(torch.optim.Optimizer):
     """torch's Muon for matrices, AdamW for all others, as one optimizer.
 
+    Of a matrix that is cut over processes, one of them gathers the update and makes it orthogonal, each in turn
+    (`rlplace.runtime.base.turns`).
+
     Args:
         groups: Each with ``params`` and ``matrices``, which says whether its parameters are.
         lr: Learning rate of both; that of Muon is scaled to updates of the size of AdamW's.
@@ -64,24 +69,45 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], lr: float, exact: bool = False) -> None:
         one = nn.Parameter(torch.zeros(1, 1))
-        self._parts: dict[bool, torch.optim.Optimizer] = {
-            True: torch.optim.Muon([one], lr=lr, adjust_lr_fn="match_rms_adamw"),
-            False: torch.optim.AdamW([one], lr=lr),
-        }
-        self._exact = exact
-        super().__init__([{**self._parts[group["matrices"]].defaults, **group} for group in groups], {"lr": lr})
+        self._rest, self._exact = torch.optim.AdamW([one], lr=lr), exact
+        defaults = {True: torch.optim.Muon([one], lr=lr).defaults, False: self._rest.defaults}
+        super().__init__([{**defaults[group["matrices"]], **group} for group in groups], {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates all parameters that have a gradient."""
         loss = _loss_of(closure)
-        dtype = mock.patch.object(Tensor, "bfloat16", Tensor.clone) if self._exact else contextlib.nullcontext()
-        with dtype:
-            for kind, part in self._parts.items():
-                part.param_groups = [group for group in self.param_groups if group["matrices"] == kind]
-                part.state = self.state
-                part.step()
+        for group in self.param_groups:
+            if group["matrices"]:
+                self._update(group)
+        self._rest.param_groups = [group for group in self.param_groups if not group["matrices"]]
+        self._rest.state = self.state
+        self._rest.step()
         return loss
+
+    def _update(self, group: Mapping[str, Any]) -> None:
+        """Updates matrices as torch/optim/_muon.py does, by updates of the size of AdamW's."""
+        given, updates = [p for p in group["params"] if p.grad is not None], []
+        for parameter in given:
+            moment = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.grad))
+            moment.lerp_(parameter.grad, 1 - group["momentum"])
+            update = parameter.grad.lerp(moment, group["momentum"]) if group["nesterov"] else moment
+            updates.append(update.clone() if self._exact else update.bfloat16())
+        for parameter, update in zip(given, in_turns(updates, partial(_orthogonal, group, self._exact)), strict=True):
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(update, alpha=-group["lr"] * 0.2 * max(parameter.shape) ** 0.5)
+
+
+def _orthogonal(group: Mapping[str, Any], exact: bool, update: Tensor) -> Tensor:
+    """Returns what torch's Muon subtracts from a matrix at a rate of 1."""
+    tall = update.size(0) > update.size(1)
+    made = nn.Parameter(torch.zeros_like(update.T if tall else update, memory_format=torch.contiguous_format))
+    made.grad = update.T if tall else update  # of a wide matrix torch takes the rate as it is
+    settings = {key: group[key] for key in ("ns_coefficients", "ns_steps", "eps")}
+    with mock.patch.object(Tensor, "bfloat16", Tensor.clone) if exact else contextlib.nullcontext():
+        torch.optim.Muon([made], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, **settings).step()
+    update = made.detach().neg_()
+    return update.T if tall else update
 
 
 def make_optimizer(name: str, model: nn.Module, lr: float, *, exact: bool = False) -> torch.optim.Optimizer:

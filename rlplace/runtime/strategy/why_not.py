@@ -161,7 +161,7 @@ def why_not(
     found = [_release(pipeline)] if release or strategy.release_gradients else []
     found += [_axes(pipeline, facts), _memory(pipeline, facts), _levels(pipeline, facts), _pipeline(pipeline, facts, number)]
     found += [
-        _optimizer(pipeline, optimizer),
+        _optimizer(pipeline, optimizer, release or strategy.release_gradients),
         _model(pipeline, facts),
         _hooks(pipeline, facts),
         _conduct(pipeline, facts, buffers or strategy.buffers),
@@ -237,8 +237,16 @@ def _levels(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
         yield "stages of unlike data degrees would normalize by the statistics of unlike numbers of samples; give all the same"
 
 
-def _optimizer(pipeline: Pipeline, optimizer: str | None) -> Iterator[str]:
-    whole = None if optimizer is None else OPTIMIZERS[optimizer].whole
+def _optimizer(pipeline: Pipeline, optimizer: str | None, release: bool) -> Iterator[str]:
+    rule = None if optimizer is None else OPTIMIZERS[optimizer]
+    whole, turns = (None, 0) if rule is None else (rule.whole, rule.products)
+    if turns and any(stage.sharding and stage.axis("tensor") > 1 for stage in pipeline.stages):
+        yield f"the matrices of {optimizer} are gathered over shards or tensor groups, not both; plan with shard=1 or tensor=1"
+    if turns and release and any(stage.sharding or stage.axis("tensor") > 1 for stage in pipeline.stages):
+        yield (
+            f"processes share the matrices of {optimizer} out among them, and released gradients come one by one; plan without "
+            "--release-gradients"
+        )
     if whole is not None and any(stage.sharding or stage.axis("tensor") > 1 for stage in pipeline.stages):
         yield f"{whole}, and shards and tensor groups have parts; plan with shard=1 tensor=1, or take another optimizer"
 

@@ -5,6 +5,7 @@ Axes: N forward and backward ops, T tensors. Updates are those of the blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -249,7 +250,12 @@ def held_costs(
         parts[:, list(holders)] += own
         if number in spread:
             experts[:, list(holders)] += own
-    return HeldCosts(parts[0].copy(), parts[1].copy(), parts[2].copy(), experts, released=released)
+    turns = np.zeros((2, len(blocks.names)))
+    whole = (graph.op_phase == UPDATE) & (np.array(graph.op_kind) == "gemm")  # products of whole matrices, in bfloat16
+    for number in np.unique(graph.op_parameter[whole]).tolist():
+        if layout is None or pieces[number] > 1:
+            turns[:, list(blocks.of_parameter[number])] += [[1.0], [2.0 * math.prod(graph.parameters[number].shape)]]
+    return HeldCosts(parts[0].copy(), parts[1].copy(), parts[2].copy(), experts, turns, released=released)
 
 
 def ties_of(graph: OpGraph, blocks: Blocks) -> tuple[Tie, ...]:

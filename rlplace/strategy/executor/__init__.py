@@ -36,10 +36,11 @@ Pipelines
     independently; after the last one each block's gradient is all-reduced among its places, in sequence and exposed.
 
 Update and offload
-    The update takes `update_s` over the shares of the weights. Offload `optimizer` moves gradients and weights over PCIe,
-    shared by the devices of a switch, and reads and writes the state once at a device's share of host memory. `all` also
-    streams parameters in before they are gathered and gradients out after they are reduced: in a single stage at levels 0
-    and 3 in every pass, in a pipeline once a step.
+    The update takes `update_s` over the shares of the weights. Of W devices that share m matrices that it needs whole, each
+    gathers one and cuts it again m / W times, both by an all-to-all of the bytes of a matrix. Offload `optimizer` moves
+    gradients and weights over PCIe, shared by the devices of a switch, and reads and writes the state once at a device's share
+    of host memory. `all` also streams parameters in before they are gathered and gradients out after they are reduced: in a
+    single stage at levels 0 and 3 in every pass, in a pipeline once a step.
 
 Memory of a device
     reserved            context and communication buffers

@@ -58,6 +58,11 @@ def share_groups(place: Mesh) -> Groups:
     return _groups(place, share_degree(place), place.tensor)
 
 
+def turn_groups(place: Mesh) -> Groups:
+    """Returns the devices over which matrices are cut that an update needs whole: those of shares, or a tensor group."""
+    return share_groups(place) if place.sharding else tensor_groups(place, 0)
+
+
 def expert_share_groups(place: Mesh) -> Groups:
     """Returns the devices that share the weights of the same experts, at levels 1 to 3."""
     return _groups(place, expert_share_degree(place), place.expert)

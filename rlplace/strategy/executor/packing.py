@@ -29,6 +29,7 @@ from rlplace.strategy.executor.meshes import (
     share_degree,
     share_groups,
     stage_actions,
+    turn_groups,
 )
 from rlplace.strategy.executor.traffic import ClusterTraffic, tie_exchanges, tie_part
 
@@ -76,6 +77,9 @@ class Rows:
             row[c.MEETS_BLOCKS], row[c.MEETS_COPIES] = traffic.meets(place)
             held = self.costs.held(place.tensor, place.expert)
             row[c.ITEM], row[c.RELEASED] = held.gradient_item, held.released
+            if held.turns.any():
+                turns = turn_groups(place)
+                row[c.TURN_TABLE], row[c.TURN_DEGREE] = traffic.collective("all_to_all", turns), len(turns[0])
             self._place[place] = row
         return self._place[place]
 
@@ -117,7 +121,7 @@ class Rows:
             (c.EXPERT_WEIGHTS, held.expert_bytes), (c.BACKWARD, one.backward_s + one.again_s), (c.AGAIN, one.again_s),
             (c.KEPT, one.kept_bytes), (c.HALVED, one.halved_bytes), (c.WORKING_FORWARD, one.working_bytes[0]),
             (c.WORKING_BACKWARD, one.working_bytes[1]), (c.WORKING_END, one.working_bytes[2]),
-            (c.WORKING_GROWING, one.working_bytes[3]),
+            (c.WORKING_GROWING, one.working_bytes[3]), (c.TURNS, held.turns),
         ):  # fmt: skip
             several = np.atleast_2d(values)
             row[:, column : column + len(several)] = several.T

@@ -84,6 +84,9 @@ def place_block(x, b, at, chosen, again):
             x[b, UPDATE] += (shared_gradients + shared_weights) / host
     else:
         x[b, UPDATE] = row[c.UPDATE] * (shared_weights / row[c.WEIGHTS] if row[c.WEIGHTS] > 0.0 else 1.0 / share)
+        turns, degree = row[c.TURNS], place[c.TURN_DEGREE]
+        if turns > 0.0 and degree > 1.0:
+            x[b, UPDATE] += 2.0 * (turns / degree) * table_s(tables[int(place[c.TURN_TABLE])], row[c.TURN_BYTES] / turns)
     gathered = weights if how == ONCE or how == EACH_BACKWARD else 0.0
     x[b, HELD_WEIGHTS] = gathered + (0.0 if offload == FULL_OFFLOAD else shared_weights)
     if place[c.RELEASED] > 0.0:

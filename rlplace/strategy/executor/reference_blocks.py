@@ -31,6 +31,7 @@ from rlplace.strategy.executor.meshes import (
     share_degree,
     share_groups,
     tensor_groups,
+    turn_groups,
 )
 from rlplace.strategy.executor.rules import (
     BUCKET,
@@ -161,6 +162,10 @@ def reference_blocks(
             slowest = max(float(costs.update_s(kind, place.tensor, place.expert)[number]) for kind in kinds)
             whole_bytes = float(held.weight_bytes[number])
             block.update_s = slowest * (weights / whole_bytes if whole_bytes > 0 else 1.0 / share)
+            matrices, degree = held.turns[:, number], len(turn_groups(place)[0])
+            if matrices[0] > 0 and degree > 1:  # each device has a matrix a time, which comes in parts and goes in parts
+                table = traffic.table("all_to_all", turn_groups(place))
+                block.update_s += 2.0 * (float(matrices[0]) / degree) * table_s(table, float(matrices[1] / matrices[0]))
     return blocks
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from rlplace.errors import InputError, MissingError
 from rlplace.model.capture.capture import capture
 from rlplace.model.capture.optimizers import OPTIMIZERS, matrices
 from rlplace.plan.strategy import Strategy
+from rlplace.runtime.base import turns
 from rlplace.runtime.base.optimizers import make_optimizer, optimizer_of_groups
 from rlplace.runtime.state.whole import whole_tensor
 from rlplace.runtime.strategy.why_not import why_not
+from rlplace.strategy.blocks.price import PricedBlocks
 from tests.runtime.equality import strategy_plan
 from tests.runtime.job.launch import run
 from tests.runtime.strategy import native_worker
@@ -100,12 +103,67 @@ def test_matrices_are_neither_tables_nor_the_head():
     assert OPTIMIZERS["muon"].update_flops((8, 3)) - 6 * 24 == 5 * (2 * 2 * 3 * 3 * 8 + 2 * 3**3)
 
 
+def test_muon_is_that_of_torch():
+    torch.manual_seed(0)
+    ours, ids = Words(), torch.arange(6)
+    theirs = copy.deepcopy(ours)
+    optimizer = make_optimizer("muon", ours, 1e-2)
+    chosen = [dict(theirs.named_parameters())[name] for name in sorted(matrices(theirs))]
+    others = [torch.optim.Muon(chosen, lr=1e-2, adjust_lr_fn="match_rms_adamw")]
+    others += [torch.optim.AdamW([p for p in theirs.parameters() if not any(p is one for one in chosen)], lr=1e-2)]
+    for _ in range(3):
+        for model, own in ((ours, [optimizer]), (theirs, others)):
+            model.zero_grad()
+            model(ids).square().mean().backward()
+            for one in own:
+                one.step()
+    for own, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(own, wanted)
+
+
+def turned():
+    """Collectives of an update by shares, with bytes that are sent."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    sent, ids = [], torch.arange(6)
+    strategy = {"batch": 6, "microbatch": [3], "stages": [{"devices": [0, 1], "mesh": {"shard": 2}, "sharding": 3}]}
+    strategy["stages"][0]["blocks"] = ["table", "first", "second", "norm", "head"]
+    model = rlplace.distribute(Words(), strategy_plan(strategy), {"ids": ids[:3]}, loss=lambda y: y.square().mean())
+    optimizer = make_optimizer("muon", model, 1e-3)
+    model(ids).backward()
+    real = turns.dist.all_to_all_single
+
+    def noted(output, given, *sizes, group):
+        sent.append(given.nbytes)
+        return real(output, given, *sizes, group=group)
+
+    with mock.patch.object(turns.dist, "all_to_all_single", noted), CommDebugMode() as mode:
+        optimizer.step()
+    return sent, mode.get_total_counts(), {str(op) for op in mode.get_comm_counts()}
+
+
+@pytest.mark.slow
+def test_what_muon_moves_is_what_is_priced():
+    graph = capture(Words(), (torch.arange(6),), loss=lambda y: y.square().mean(), optimizer="muon")
+    blocks = PricedBlocks(graph, "a100-80g:2")
+    count, size = blocks.held().turns.sum(axis=1)
+    assert (count, size) == (2, 2 * (33 * 65 + 65 * 128))
+    found = run(2, turned)
+    assert sum(sum(sent) for sent, _, _ in found) == 2 * size  # each matrix comes together once, and is cut again once
+    for sent, calls, kinds in found:
+        assert len(sent) == calls == 2 * count / 2 and len(kinds) == 1, kinds
+
+
 def test_an_optimizer_of_whole_parameters_refuses_parts():
     for case in ("copies", "chain"):
         assert why_not(Strategy.from_dict(CASES[case]), optimizer="adafactor") is None
     for case in ("shared", "tensor"):
         assert "takes norms of whole parameters" in why_not(Strategy.from_dict(CASES[case]), optimizer="adafactor")
         assert why_not(Strategy.from_dict(CASES[case]), optimizer="muon") is None
+        once = CASES[case] | {"microbatch": [4 if case == "shared" else 8], "microbatches": [1]}
+        assert "come one by one" in why_not(Strategy.from_dict(once), optimizer="muon", release=True)
+    both = Strategy.from_dict(flat("short", {"shard": 2, "tensor": 2}, 3, microbatch=2))
+    assert "shard=1 or tensor=1" in why_not(both, optimizer="muon") and why_not(both, optimizer="adamw") is None
 
 
 def trained():

@@ -31,7 +31,7 @@ CASES = {
     "level 2, copies": flat("short", {"replicate": 2, "shard": 2}, 2, microbatch=2),
     "tensor, level 3": flat("short", {"shard": 2, "tensor": 2}, 3, microbatch=4),
 }
-RUNS = [("adamw", "level 1"), ("muon", "level 3"), ("lion", "tensor"), ("adamw", "parameters without dimensions")]
+RUNS = [("adamw", "level 1"), ("sgd", "level 3"), ("lion", "tensor"), ("adamw", "parameters without dimensions")]
 LONG = [("adamw", case) for case in list(CASES)[5:]]
 
 

@@ -75,7 +75,9 @@ def distribute(
         mixed_precision: For strategies, torch's policy of the dtypes in which parameters are gathered and gradients reduced.
             Weights, gradients and optimizer state keep the model's dtype.
         weights: Values for all parameters instead of the model's, of which a process reads what it keeps: a safetensors file,
-            a folder of such files with the model's names, or a checkpoint of `rlplace.save_checkpoint`. For strategies.
+            a folder of such files with the model's names, a checkpoint of `rlplace.save_checkpoint`, or a folder that
+            `torch.distributed.checkpoint.save` wrote, its names those of the model, with or without ``model.`` before them. For
+            strategies.
 
     Raises:
         InputError: The plan cannot run like this, with the reason.

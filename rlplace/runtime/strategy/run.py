@@ -88,9 +88,8 @@ def prepare(
         raise InputError("native: output_dtype would cast what stages of a pipeline send; leave it out")
     if mixed_precision is not None and (facts.batch_norm or facts.sync_norm):
         raise InputError("native: mixed_precision casts no running statistics, which norms keep here; use torch.autocast")
-    values = deferred_values(model)
-    if weights is not None:
-        values = saved_values(weights, model)
+    saved = {} if weights is None else saved_values(weights, model)
+    values = {**deferred_values(model, saved), **saved}
     place = find_place(strategy, device_type)
     check_same(model, weights)
     hooks, meta = ParameterHooks(model), meta_copy(model)

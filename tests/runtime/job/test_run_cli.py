@@ -14,7 +14,7 @@ from torch import nn
 import rlplace
 from rlplace.cli.main import main
 from rlplace.errors import InputError
-from rlplace.model.zoo import LoadedModel
+from rlplace.model.zoo import LoadedModel, load_model
 from rlplace.plan.plan import PlacementPlan, make_plan
 from rlplace.runtime.base.steps import synthetic_batch
 from rlplace.runtime.job.distribute import check_strategy
@@ -120,6 +120,24 @@ def test_arguments_that_do_not_go_together(plan, capsys):
     assert main(["run", "--plan", str(plan.parent / "none.plan.json")]) == 2
     with pytest.raises(SystemExit):
         main(["run", "--plan", str(plan), "--lr", "-1"])
+
+
+@pytest.mark.slow
+def test_a_host_without_room_for_the_whole_model_trains_and_does_not_verify(tmp_path, alone, capsys):
+    size = sum(parameter.nbytes for parameter in load_model(MODEL, batch=1, seq=16).module.parameters())
+    small = dataclasses.replace(rlplace.Cluster.preset("cpu:1"), host_memory_bytes=(size - 4,))
+    small.save(tmp_path / "small.toml")
+    path = tmp_path / "small.plan.json"
+    assert (
+        main(["place", MODEL, "--cluster", str(tmp_path / "small.toml"), "--batch", "2", "--seq", "16", "--out", str(path)])
+        == 0
+    )
+    assert "build it in rlplace.deferred_weights()" in capsys.readouterr().out
+    run = ["run", "--plan", str(path), "--device", "cpu", "--steps", "1"]
+    assert main([*run, "--verify"]) == 2
+    assert "leave --verify out" in capsys.readouterr().err
+    torch.distributed.destroy_process_group()
+    assert main(run) == 0
 
 
 def test_a_plan_of_one_device_needs_no_torchrun(of_one, capsys):

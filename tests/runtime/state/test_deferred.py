@@ -1,7 +1,10 @@
 """Models whose weights are made or loaded by the processes that keep them have the values of the plain model, bit by bit."""
 
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.init import orthogonal_
 
@@ -9,6 +12,7 @@ import rlplace
 from rlplace.errors import InputError
 from rlplace.model.quantize import quantize
 from rlplace.runtime.state.deferred import deferred_weights
+from rlplace.runtime.state.values import fill, saved_values
 from tests.runtime import small_models
 from tests.runtime.strategy.native_cases import chain, flat
 
@@ -97,13 +101,16 @@ def start(folder):
     found = {}
     for strategy, described in STRATEGIES.items():
         plan = PlacementPlan("0" * 64, "mine", 0, [], strategy=Strategy.from_dict(described))
-        for way, seed, weights in (("made", 3, None), ("safetensors", 4, folder), ("checkpoint", 4, folder / "saved")):
+        ways = {"made": None, "safetensors": folder, "checkpoint": folder / "saved", "torch": folder / "torch"}
+        for way, weights in ways.items():
+            seed = 3 if weights is None else 4
             with deferred_weights():
                 model = built(make, seed)[0]
             inputs = {name: value[:1] for name, value in batch.items()}
             model = rlplace.distribute(model, plan, inputs, device="cpu", weights=weights)
             if way == "made" and strategy == "level 1":
                 rlplace.save_checkpoint(folder / "saved", model, step=1)
+                dcp.save({"model": dict(model.state_dict())}, checkpoint_id=folder / "torch")  # DTensors, as FSDP2 has them
             whole = whole_state_dict(model)
             same = {name for name, value in whole.items() if torch.equal(value, plain.state_dict()[name])}
             found[strategy, way] = len(whole) - len(same), model(**batch).loss.item() - loss
@@ -119,7 +126,72 @@ def test_processes_make_or_load_what_they_keep(tmp_path):
     save_model(built(make)[0], tmp_path / "model.safetensors")
     (tmp_path / "saved").mkdir()
     for found in run(2, start, tmp_path):
-        assert len(found) == 3 * len(STRATEGIES)
+        assert len(found) == 4 * len(STRATEGIES)
         for case, (other, difference) in found.items():
             assert other == 0, case
             assert abs(difference) < 1e-5, case
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_names_of_torchs_checkpoints(tmp_path, prefix):
+    """Those of a plain state dict, or all below one name; what is missing is named."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    dcp.save({f"{prefix}{name}": value for name, value in model.state_dict().items()}, checkpoint_id=tmp_path, no_dist=True)
+    with torch.device("meta"):
+        again = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    fill(again, saved_values(tmp_path, again), torch.device("cpu"))
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    wrong = nn.ModuleDict({"encoder": nn.Linear(3, 4), "1": nn.BatchNorm1d(4)})
+    with pytest.raises(InputError, match=r"no tensor encoder\.weight, encoder\.bias; it has 0\.bias, 0\.weight: "):
+        saved_values(tmp_path, wrong)
+    with pytest.raises(InputError, match=r"0\.weight has the shape \(4, 3\)"):
+        saved_values(tmp_path, nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)))
+
+
+def grown_bytes(act):
+    """Peak of resident memory while it acts, beyond what there is before."""
+    with open("/proc/self/clear_refs", "w") as refs:
+        refs.write("5")  # forgets the peak so far
+
+    def status(key):
+        lines = open("/proc/self/status").read().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
+
+    before = status("VmRSS")
+    kept = act()
+    return status("VmHWM") - before, kept
+
+
+def start_big():
+    """Bytes that a process grows by: for a whole model, and for the quarter of one that is made later; and of the model."""
+    from rlplace.plan.plan import PlacementPlan
+    from rlplace.plan.strategy import Strategy
+
+    def layers(width):
+        return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(16)))
+
+    def started(width):
+        with deferred_weights():
+            model = layers(width)
+        stage = {"blocks": list(map(str, range(16))), "devices": [0, 1, 2, 3], "mesh": {"shard": 4}, "sharding": 3}
+        described = {"batch": 4, "microbatch": [1], "microbatches": [1], "stages": [stage]}
+        plan = PlacementPlan("0" * 64, "mine", 0, [], strategy=Strategy.from_dict(described))
+        return rlplace.distribute(model, plan, {"input": torch.zeros(1, width)}, device="cpu", loss=lambda output: output.sum())
+
+    started(8)  # what is imported and allocated once
+    whole, model = grown_bytes(lambda: layers(1024))
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    del model
+    return whole, grown_bytes(lambda: started(1024))[0], size
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's accounts of memory")
+def test_a_process_never_holds_the_whole_model(tmp_path):
+    """As it does in ms-swift #9980: it starts with its share and a block, beside a few megabytes of its own."""
+    from tests.runtime.job.launch import run
+
+    for whole, grown, size in run(4, start_big):
+        assert whole >= 0.9 * size
+        assert grown <= size / 4 + size / 16 + 4e6

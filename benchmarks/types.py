@@ -127,13 +127,17 @@ def models(kind: str) -> Iterator[str]:
         tried.add(text)
 
 
+RANDOM = ("mask_time_prob", "mask_feature_prob", "pos_embed_shift", "pos_embed_rescale")
+"""Other options that draw: shares of a sound that are hidden, by numpy, and moves of positions (None: none), beside jitter."""
+
+
 def without_dropout(module: nn.Module) -> None:
     """Sets every probability of dropping something to zero."""
     for part in module.modules():
         for holder in (part, getattr(part, "config", None)):
             for name, value in vars(holder).items() if holder is not None else ():
-                if "drop" in name and isinstance(value, float):
-                    setattr(holder, name, 0.0)
+                if ("drop" in name or "jitter" in name or name in RANDOM) and isinstance(value, float):
+                    setattr(holder, name, None if name.startswith("pos_embed_") else 0.0)
         if isinstance(part, nn.Dropout):
             part.p = 0.0
 

@@ -126,7 +126,7 @@ def look(row: Row) -> Row:
             wanted = plain(model)
         micro = half(model.example_inputs, 0)
         graph = capture(model.module, micro, loss=model.loss)
-        captured = CapturedModel(graph, examine=cache(partial(facts_of, model.module, micro)))
+        captured = CapturedModel(graph, examine=cache(partial(facts_of, model.module, micro, model.loss, graph)))
     except Exception as error:
         return dict.fromkeys(WAYS, reason(error))
     found: Row = {}

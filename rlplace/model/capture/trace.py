@@ -181,6 +181,9 @@ class EagerRecorder(StepRecorder):
                 self.guesses[func._schema.name.rpartition("::")[2]] += 1
                 value = guess(*args)
                 return self.truth if value is True else value
+            if func is torch.ops.aten.split_with_sizes.default and sum(args[1]) != args[0].shape[dim := [*args, 0][2]]:
+                size, parts = args[0].shape[dim], len(args[1])  # parts that are guessed, such as the tokens of each expert
+                args = (args[0], [len(range(n, size, parts)) for n in range(parts)], dim)
             if func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1]):
                 self.guesses["index"] += 1
                 args = (args[0], _all_positions(args[1]))

@@ -38,7 +38,7 @@ class ExportedPlan:
     loss: bool  # whether the loss is a function of the output that came with the model
     units: Mapping[str, nn.Module]  # modules that stay whole, by path
     layouts: ModelLayouts | None  # of its blocks over the tensor axis; None without one
-    outside: Collection[str]  # blocks whose parameters are read while they do not run
+    outside: Collection[str]  # see `rlplace.runtime.strategy.blocks.Observed`
 
     @property
     def pipeline(self) -> Pipeline:

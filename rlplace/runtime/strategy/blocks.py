@@ -112,7 +112,9 @@ class Observed(NamedTuple):
 
     results: dict[str, Any]  # by unit its results, by the shapes of its arguments
     calls: dict[str, Any]  # by unit the arguments of its first call
-    outside: set[str]  # units whose parameters are read while they do not run
+    # units whose parameters are read while they do not run, as those are that a unit returns a view of, or whose results are
+    # written in place: hooks on a unit see neither
+    outside: set[str]
     lost: str | None  # something that the forward does outside of units and that a record of it cannot hold; None without it
     reentrant: bool  # whether the forward calls reentrant checkpoints
     # whether parameters may get no gradient, as those of an expert without tokens or of a teacher under `no_grad`
@@ -179,6 +181,7 @@ class _Reads(TorchFunctionMode):
 def _observe(model: nn.Module, inputs: Any, found: Mapping[str, nn.Module], mode: Any) -> Observed:
     results: dict[str, Any] = {name: {} for name in found}
     calls: dict[str, Any] = {}
+    returned: list[tuple[str, torch.Tensor, int]] = []
     reads = _Reads({id(p): name for name in found for p in model.get_submodule(name).parameters()})
 
     def enter(name: str, module: nn.Module, args: Any) -> None:
@@ -188,6 +191,11 @@ def _observe(model: nn.Module, inputs: Any, found: Mapping[str, nn.Module], mode
         reads.running.pop()
         results[name][shapes_of((args, kwargs))] = pytree.tree_map(_meta, output)
         calls.setdefault(name, pytree.tree_map(_meta, (args, kwargs)))
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        returned.extend((name, leaf, leaf._version) for leaf in leaves)
+        held = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+        if any(leaf.untyped_storage()._cdata in held for leaf in leaves):
+            reads.outside.add(name)
 
     hooks = [model.get_submodule(name).register_forward_hook(partial(note, name), with_kwargs=True) for name in found]
     hooks += [model.get_submodule(name).register_forward_pre_hook(partial(enter, name)) for name in found]
@@ -209,7 +217,8 @@ def _observe(model: nn.Module, inputs: Any, found: Mapping[str, nn.Module], mode
     several = {parameter for (_, parameter), times in reads.uses.items() if times > 1}
     reused = next((name for parameter, name in trained.items() if parameter in several), None)
     unreached = not trained.keys() <= _reached(output)
-    return Observed(results, calls, reads.outside, reads.lost, checkpoints.called, unreached, reused=reused)
+    outside = reads.outside | {name for name, leaf, version in returned if leaf._version != version}
+    return Observed(results, calls, outside, reads.lost, checkpoints.called, unreached, reused=reused)
 
 
 def reads(model: nn.Module, inputs: Batch, name: str) -> bool:

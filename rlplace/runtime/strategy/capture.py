@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -25,7 +25,7 @@ from rlplace.model.capture.export import export_training_graph
 from rlplace.model.capture.fake import fake_copy, fake_inputs, new_fake_mode
 from rlplace.model.torch_adapter import pytree
 from rlplace.runtime.base.batches import Batch
-from rlplace.runtime.strategy.blocks import Observed, observe, shapes_of, units
+from rlplace.runtime.strategy.blocks import Observed, observe, owner, shapes_of, units
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -113,6 +113,8 @@ def capture(model: nn.Module, inputs: Batch, blocks: Iterable[str] = (), seen: O
         for name, module in found.items():
             recorded.add_submodule(name, module)
         _call_units(recorded.graph)
+        for path in _read_alone(recorded, found):  # then its parameters are like those of the root
+            del found[path]
     except InputError:
         raise
     except Exception as error:  # it is the model's own code that runs
@@ -172,6 +174,14 @@ def _open_regions(module: fx.GraphModule) -> None:
             "native: blocks run inside of a region, such as autocast, that a record of the forward cannot hold; put the region "
             "inside of the blocks, or plan with pipeline=1"
         )
+
+
+def _read_alone(recorded: fx.GraphModule, found: Mapping[str, nn.Module]) -> set[str]:
+    """Returns units that are never called and whose parameters are read, such as a table of positions by its weight."""
+    called = {str(node.target) for node in recorded.graph.nodes if node.op == "call_module"}
+    read = [str(node.target) for node in recorded.graph.nodes if node.op == "get_attr"]
+    owners = {owner(target, found) for target in read if isinstance(attrgetter(target)(recorded), nn.Parameter)}
+    return {path for path in owners if path is not None and path not in called}
 
 
 def uncalled(captured: UnitGraph, blocks: Iterable[str]) -> list[str]:

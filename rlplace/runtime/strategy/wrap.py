@@ -176,7 +176,8 @@ def wrap_stage(
         place: Coordinates of this process.
         values: Of parameters that have none yet, or other ones; shares of them are made after sharding.
         pipelined: Whether torch's schedules will drive it.
-        outside: Blocks whose parameters are read while they do not run: they are gathered with the root's.
+        outside: Blocks whose parameters are read while they do not run, or whose results are written in place: they are
+            gathered with the root's.
         mixed_precision: Dtype that parameters are cast to; it needs torch's wrappers for one replica, too.
         unreached: Whether parameters may get no gradient, which torch then finds in every step.
     """

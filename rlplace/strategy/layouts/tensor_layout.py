@@ -135,8 +135,9 @@ class LayoutSearch:
         ops = self.ops
         if cut is None:
             sizes = [value.axes[value.border][1] for value in item.block.values if value.border not in (None, WHOLE)]
-            size = next(size for size in sizes if size % degree)
-            yield f"the sequence of {size} positions cannot be cut into {degree} parts; leave sequence parallelism out"
+            size = next((size for size in sizes if size % degree), None)
+            what = f"the result of {ops.graph.op_names[item.ops[-1]]}" if size is None else f"the sequence of {size} positions"
+            yield f"{what} cannot be cut into {degree} parts; leave sequence parallelism out"
             return
         records = zip(item.ops, item.block.ops, cut.dims, strict=True)
         whole = [bool(ops.product[op]) and not record.ends and not dim for op, record, dim in records]

@@ -219,3 +219,25 @@ def test_a_plan_by_modules_is_captured_so_again(tmp_path):
     plan = PlacementPlan.load(path)
     assert plan.source["capture"]["method"] == "module"
     assert Planned(plan).search_problem.batch == 8
+
+
+class Sorted(nn.Module):
+    """Gives each expert the tokens that chose it, as a list of parts whose sizes are values."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        chosen = self.router(x).argmax(-1)
+        parts = x[chosen.argsort()].split([int(size) for size in chosen.bincount(minlength=2).tolist()])
+        return sum(expert(part).square().sum() for expert, part in zip(self.experts, parts, strict=True))
+
+
+def test_parts_whose_sizes_are_values_share_all_tokens():
+    """Eight tokens: four of 2 x 4 x 4 FLOPs to either expert, eight of 2 x 4 x 2 to the router."""
+    graph = capture(Sorted(), (torch.rand(8, 4),))
+    flops = {
+        name: float(graph.op_flops[graph.op_names.index(f"{name}/forward")]) for name in ("router", "experts.0", "experts.1")
+    }
+    assert graph.capture["method"] == "module" and flops == {"router": 128.0, "experts.0": 128.0, "experts.1": 128.0}

@@ -18,6 +18,7 @@ from rlplace.model.graph.rescale import rescale
 from rlplace.model.zoo import load_model
 from rlplace.strategy.blocks.blocks import find_blocks
 from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS
+from rlplace.strategy.layouts.cut_block import found_blocks
 from rlplace.strategy.layouts.cut_moves import eliminate
 from rlplace.strategy.layouts.tensor_layout import LayoutSearch
 
@@ -310,3 +311,12 @@ def test_elimination_equals_brute_force(case):
     total = sum(costs[option] for costs, option in zip(own, chosen, strict=True))
     total += sum(costs[chosen[one], chosen[other]] for (one, other), costs in zip(ends, between, strict=True))
     assert total == brute_force(own, ends, between)
+
+
+def test_what_no_cut_fits_is_named_though_its_positions_divide():
+    """Degree 1 stands for degrees that divide all positions of a block which cannot be cut for another reason."""
+    graph = captured("llama", BATCH)
+    search = LayoutSearch(graph, blocks_of(graph)[1])
+    item = found_blocks(search.ops, sequence_parallel=True)[0]
+    (reason,) = search._undivided(item, None, 1)
+    assert f"the result of {graph.op_names[item.ops[-1]]} cannot be cut" in reason

@@ -217,6 +217,7 @@ _GUESSES: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.equal.default: lambda a, b: True,
     torch.ops.aten.nonzero.default: lambda a: a.new_empty((a.numel(), a.dim()), dtype=torch.int64),
     torch.ops.aten.masked_select.default: lambda a, mask: a.new_empty((max(a.numel(), mask.numel()),)),
+    torch.ops.aten.bincount.default: lambda a, weights=None, least=0: a.new_empty((max(least, 1),), dtype=torch.int64),
     "torchvision.nms.default": lambda boxes, scores, threshold: boxes.new_empty((boxes.shape[0],), dtype=torch.int64),
 }
 

@@ -183,6 +183,7 @@ def _observe(model: nn.Module, inputs: Any, found: Mapping[str, nn.Module], mode
     calls: dict[str, Any] = {}
     returned: list[tuple[str, torch.Tensor, int]] = []
     reads = _Reads({id(p): name for name in found for p in model.get_submodule(name).parameters()})
+    held = {p.untyped_storage()._cdata: name for name in found for p in model.get_submodule(name).parameters()}
 
     def enter(name: str, module: nn.Module, args: Any) -> None:
         reads.running.append(name)
@@ -193,9 +194,6 @@ def _observe(model: nn.Module, inputs: Any, found: Mapping[str, nn.Module], mode
         calls.setdefault(name, pytree.tree_map(_meta, (args, kwargs)))
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         returned.extend((name, leaf, leaf._version) for leaf in leaves)
-        held = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-        if any(leaf.untyped_storage()._cdata in held for leaf in leaves):
-            reads.outside.add(name)
 
     hooks = [model.get_submodule(name).register_forward_hook(partial(note, name), with_kwargs=True) for name in found]
     hooks += [model.get_submodule(name).register_forward_pre_hook(partial(enter, name)) for name in found]
@@ -218,6 +216,7 @@ def _observe(model: nn.Module, inputs: Any, found: Mapping[str, nn.Module], mode
     reused = next((name for parameter, name in trained.items() if parameter in several), None)
     unreached = not trained.keys() <= _reached(output)
     outside = reads.outside | {name for name, leaf, version in returned if leaf._version != version}
+    outside |= {name for name, leaf, _ in returned if held.get(leaf.untyped_storage()._cdata) == name}
     return Observed(results, calls, outside, reads.lost, checkpoints.called, unreached, reused=reused)
 
 

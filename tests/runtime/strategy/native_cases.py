@@ -11,7 +11,7 @@ T5 = (
 )
 DEEP = tuple(f"layers.{n}" for n in range(8))
 OWN = ("embed", *(f"layers.{n}" for n in range(4)), "head")
-LENT = ("embed", "queries", "layers.0", "layers.1", "head")
+LENT = ("embed", "queries", "places", "layers.0", "layers.1", "head")
 BLOCKS = {
     "own": OWN,
     "lent": LENT,

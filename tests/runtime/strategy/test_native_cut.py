@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rlplace.errors import InputError
-from rlplace.runtime.strategy.blocks import block_names
+from rlplace.runtime.strategy.blocks import block_names, observe, units
 from rlplace.runtime.strategy.capture import capture
 from rlplace.runtime.strategy.cut import cut, stage_module
 from tests.runtime import small_models
@@ -164,6 +164,27 @@ def test_a_buffer_is_written_where_it_is_read(reader):
     assert plain.calls.any() and torch.equal(model.calls, plain.calls)
 
 
+class Tabled(nn.Module):
+    """Reads a table by its weight, and never calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.places = nn.Embedding(8, 4), nn.Embedding(3, 4)
+        self.middle, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, tokens):
+        return self.head(self.middle(self.embed(tokens)).tanh() + self.places.weight)
+
+
+def test_a_table_that_is_read_by_its_weight_goes_with_its_reader():
+    model, inputs = Tabled(), {"tokens": torch.tensor([[1, 2, 3], [4, 5, 6]])}
+    captured = capture(model, inputs)
+    first, second = stages = cut(captured, [["embed"], ["middle", "head"]])
+    assert first.parameters == {"embed.weight"} and "places.weight" in second.parameters
+    torch.testing.assert_close(staged(captured, stages, inputs), model(**inputs))
+    assert stage_module(captured, second, CPU).get_parameter("places.weight") is model.places.weight
+
+
 class Moving(nn.Module):
     """Writes a buffer after the first block, of which the second block gets the value from before."""
 
@@ -194,3 +215,11 @@ class Moving(nn.Module):
 def test_what_cannot_be_cut(make, inputs, stages, reason):
     with pytest.raises(InputError, match=reason):
         cut(capture(make(), inputs), stages)
+
+
+def test_blocks_that_hooks_do_not_see_are_known():
+    """Its calls of `layers.1` and `head` are all that reads them; hooks on the others see too little."""
+    model = native_worker.Lent()
+    tokens = torch.zeros(2, native_worker.LENGTH, dtype=torch.long)
+    seen = observe(model, {"input_ids": tokens}, dict(units(model)))
+    assert seen.outside == {"embed", "queries", "places", "layers.0"}

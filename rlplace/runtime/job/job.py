@@ -123,11 +123,7 @@ def train(
     name = options.autocast or recipe.autocast
     autocast = contextlib.nullcontext if name is None else partial(torch.autocast, device.type, _AUTOCAST[name])
     loop: dict[str, Any] = {"clip": options.clip, "autocast": autocast}
-    short = None
-    if dist.get_rank() == 0:
-        planned.check()
-        short = short_host(planned.graph, planned.cluster, devices_of(plan))
-    short = broadcast_object(short)  # the others wait for the check
+    short = broadcast_object(_checked(planned) if dist.get_rank() == 0 else None)  # the others wait for the check
     if short is not None and (options.verify or plan.strategy is None):
         remedy = "leave --verify out, so that weights are made where they are kept" if options.verify else "plan a strategy"
         raise InputError(f"run: {short}, and {'--verify does' if options.verify else 'placements do'}; {remedy}")
@@ -192,6 +188,12 @@ def train(
     if comparison is not None:
         comparison.compare_state(model)
     return JobResult(losses, first_step, step_s, plan.predicted.step_time_s, ranks, comparison, model.report)
+
+
+def _checked(planned: Planned) -> str | None:
+    """Checks that a plan is for its model and cluster as they are; returns which host has no room for whole models."""
+    planned.check()
+    return short_host(planned.graph, planned.cluster, devices_of(planned.plan))
 
 
 def _build_later(build: Callable[[], LoadedModel], short: str | None) -> LoadedModel:

@@ -209,13 +209,23 @@ def _opaque(found: dict[str, nn.Module], results: dict[str, Any]) -> Iterator[No
 
     before = {name: dict(vars(module)) for name, module in found.items()}
     try:
-        for name, module in found.items():  # hooks run when the unit itself is called
+        # Hooks run when the unit itself is called; those that collect the model's own output run here, too.
+        for name, module in found.items():
+            noting = {key: hook for key, hook in module._forward_hooks.items() if _notes_outputs(hook)}
             vars(module).update({key: OrderedDict() for key in _HOOKS} | {"forward": partial(stand_in, name)})
+            module._forward_hooks.update(noting)
         yield
     finally:
         for name, module in found.items():
+            for key in _HOOKS:  # the model may have added some, once for all its calls
+                before[name][key].update(vars(module)[key])
             vars(module).pop("forward")
             vars(module).update(before[name])
+
+
+def _notes_outputs(hook: Any) -> bool:
+    """Returns whether a hook collects hidden states for the model's own output, as transformers' do."""
+    return str(getattr(hook, "__module__", "")).startswith("transformers.utils.")
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -30,6 +30,7 @@ from rlplace.runtime.strategy.capture import capture, strange_in
 from rlplace.runtime.strategy.cut import StageGraph, cut
 from rlplace.runtime.strategy.gather import why_no_gather
 from rlplace.runtime.strategy.model_layouts import find_layouts
+from rlplace.runtime.strategy.recorded import why_unlike
 from rlplace.runtime.strategy.rehearsal import rehearse, rows_of
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
 from rlplace.runtime.strategy.why_not import COUPLES, Conduct, ModelFacts, TensorFacts
@@ -99,12 +100,14 @@ def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str
     )
 
 
-def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
+def examine(model: nn.Module, inputs: Batch, flops: float = 0.0) -> ModelFacts:
     """Returns facts from a forward on fake tensors, with blocks in the order in which the forward calls them.
 
     Args:
         model: Real or meta module; it is not changed.
-        inputs: Keyword inputs of one micro-batch; only shapes and dtypes matter.
+        inputs: Keyword inputs of one micro-batch. Only shapes and dtypes matter, but where there are values, the record of the
+            forward must compute what the forward does (`why_unlike`).
+        flops: Of a step, where that is known.
     """
     found = dict(units(model))
     try:
@@ -122,6 +125,8 @@ def examine(model: nn.Module, inputs: Batch) -> ModelFacts:
         known = set(block_names(model))
         blocks = tuple(path for path in called if path in known)
         stages = cut(captured, [[block] for block in blocks])
+        if (unlike := why_unlike(model, captured, inputs, flops)) is not None:
+            raise InputError(unlike)
     except InputError as error:
         return replace(model_facts(model, tensor, str(error)), handed=handed, branches=seen.branches)
     trained = (any(value.requires_grad for value in stage.taken) for stage in stages)
@@ -141,13 +146,14 @@ def facts_of(
         loss: See `rlplace.capture`.
         graph: Its captured step; a large model is not rehearsed, but judged by rules about its ops.
     """
+    flops = 0.0 if graph is None else float(graph.op_flops.sum())
     try:
-        facts = examine(module, keyword_inputs(module, inputs))
+        facts = examine(module, keyword_inputs(module, inputs), flops)
     except InputError as error:
         facts = model_facts(module, no_cut=str(error))
     if facts.batch_norm:
         facts = replace(facts, no_single=_no_single(module, inputs))
-    conduct, no_gather = rehearse(module, inputs, loss, 0.0 if graph is None else float(graph.op_flops.sum())), None
+    conduct, no_gather = rehearse(module, inputs, loss, flops), None
     if conduct.unseen is not None and graph is not None:
         conduct = conduct_of_graph(graph, conduct.unseen)
     if conduct.couples and loss is None:

@@ -243,7 +243,8 @@ class StrategyModel(DistributedModel):
                 f"the model returns a {type(strange).__name__}, whose parts of a batch cannot be joined; return a tuple, a "
                 "dict or a dataclass"
             )
-        if all(isinstance(output, list) and len(output) == size for (output, _), size in zip(parts, sizes, strict=True)):
+        lists = (isinstance(output, list) and len(output) == size for (output, _), size in zip(parts, sizes, strict=True))
+        if self.batching.items and all(lists):
             return [item for output, _ in parts for item in output]  # one a sample, such as the boxes of an image
         spec = pytree.tree_structure(parts[0][0])
         if not any(count for _, count in parts):  # no loss, as without labels

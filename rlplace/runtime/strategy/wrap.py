@@ -96,7 +96,7 @@ class StageTies:
                 self._sum_whole(tie, copies)
                 continue
             local = [local_part(copy.grad) if copy.grad is not None else torch.zeros_like(local_part(copy)) for copy in copies]
-            total = torch.stack(local).sum(0) if len(local) > 1 else local[0].clone()
+            total = torch.stack(local).sum(0)  # in the order of its indices: gradients of a transposed use lie otherwise
             if tie.group is not None:
                 dist.all_reduce(total, group=tie.group)
             for copy, own in zip(copies, local, strict=True):

@@ -126,7 +126,8 @@ def run(folder, processes):
     settings = job.JobOptions(
         steps=ENDS.get(processes, max(ENDS.values())), lr=5e-3, device="cpu", checkpoint=str(folder), resume=True
     )
-    with mock.patch.object(job, "train_step", seeing), mock.patch("rlplace.planned.Planned.check"):  # of a search, not made
+    unchecked = mock.patch.object(job, "_checked", return_value=None)  # a plan of a search, which was not made
+    with mock.patch.object(job, "train_step", seeing), unchecked:
         found = job.train(plan_for(processes), torch.device("cpu"), settings)
     return list(zip(found.losses, seen, strict=True))
 

@@ -39,6 +39,14 @@ class Mixed(nn.Module):
         return self.over(x.mT.contiguous())
 
 
+class Turned(nn.Linear):
+    """Joins parts of its transposed weight, whose gradient then lies transposed in memory."""
+
+    def forward(self, x):
+        columns = self.weight.t()
+        return x @ torch.cat([columns[:2], columns[2:]]) + self.bias
+
+
 class Relayed(nn.Module):
     """Hands on an encoder's output beside what a norm, which saves it, makes of it.
 
@@ -49,7 +57,7 @@ class Relayed(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.norm, self.gates, self.second = nn.Linear(4, 4), nn.LayerNorm(4), Gates(), nn.LayerNorm(4)
-        self.third, self.mixed, self.head, self.spare = nn.Linear(4, 4), Mixed(), nn.Linear(3, 1), nn.Linear(4, 4)
+        self.third, self.mixed, self.head, self.spare = Turned(4, 4), Mixed(), nn.Linear(3, 1), nn.Linear(4, 4)
         self.third.weight = self.first.weight
         self.double()
 

@@ -164,6 +164,20 @@ def test_a_buffer_is_written_where_it_is_read(reader):
     assert plain.calls.any() and torch.equal(model.calls, plain.calls)
 
 
+def test_hidden_states_that_hooks_collect_are_recorded():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4
+    )
+    torch.manual_seed(0)
+    model = transformers.ViTModel(config).eval()
+    inputs = {"pixel_values": torch.rand(2, 3, 8, 8), "output_hidden_states": True}
+    captured = capture(model, inputs)
+    found, wanted = staged(captured, cut(captured, thirds(captured)), inputs), model(**inputs)
+    assert len(found.hidden_states) == len(wanted.hidden_states) == 3
+    torch.testing.assert_close(found.hidden_states, wanted.hidden_states)
+
+
 class Tabled(nn.Module):
     """Reads a table by its weight, and never calls it."""
 

@@ -1,5 +1,7 @@
 """Reasons against a strategy that only the model or the batch shows are given in one line."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -75,6 +77,29 @@ def test_what_a_block_calls_again_is_no_split_backward():
     assert why_not(Strategy.from_dict({**data, "schedule": "1f1b"}), facts) is None
     split = Strategy.from_dict({**data, "schedule": "interleaved_zero_bubble"})
     assert "goes through 1.outer.weight twice" in why_not(split, facts)
+
+
+class Traced(nn.Module):
+    """Does something else while it is recorded, as masks of transformers do."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor, self.layers, self.norm = factor, nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        x = self.norm(self.layers[0](x)) * (self.factor if torch.compiler.is_compiling() else 1.0)
+        return {"loss": self.layers[1](self.drop(x)).square().mean(), "mask": x > 0}
+
+
+@pytest.mark.parametrize(("factor", "reason"), [(1.0, None), (1.001, "other results than the model"), (-1.0, "other results")])
+def test_a_record_computes_what_the_model_computes(factor, reason):
+    model = Traced(factor)
+    before = copy.deepcopy(model.state_dict())
+    no_cut = examine(model, {"x": torch.randn(4, 4)}).no_cut
+    assert no_cut is None if reason is None else reason in no_cut and "pipeline=1" in no_cut
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert examine(model, {"x": torch.randn(4, 4, device="meta")}).no_cut is None  # without values nothing is compared
 
 
 class Alternating(nn.Module):

@@ -235,7 +235,7 @@ def read() -> dict[str, Row]:
     return {row["type"]: row for row in read_rows(ROWS)}
 
 
-WAYS = {"shares": "that share parameters", "stages": "as two stages"}
+WAYS = {"replicas": "as replicas", "shares": "that share parameters", "stages": "as two stages"}
 """Of `benchmarks/types_runs.py`, by their names."""
 
 
@@ -257,11 +257,32 @@ def _equal(row: Mapping[str, Any], way: str) -> bool:
     return isinstance(row.get("runs", {}).get(way), float)
 
 
+_COMMON = r"no strategy can run: |the model cannot be cut into stages: |native: |space: it leaves .*?Of what it leaves: |\(.*?\)"
+_NAMES = r"'[^']*'|\b\w+[.]\w[\w.]*|\b[A-Z]\w*[a-z][A-Z]\w*|[\d.]+(e[-+]\d+)?"
+
+
+def reasons(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Makes a table of why types do not run in some way, the most frequent reason first; names and numbers are left out."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for row in rows:
+        for way, why in row.get("runs", {}).items():
+            if isinstance(why, str):
+                text = re.sub(_NAMES, "...", re.sub(_COMMON, "", why.partition(";")[0])).strip()
+                found.setdefault(text[:110], {}).setdefault(row["type"], []).append(way)
+    lines = ["| reason | types |", "|---|---|"]
+    for text, types in sorted(found.items(), key=lambda item: -len(item[1])):
+        names = ", ".join(name if ways == ["stages"] else f"{name} ({', '.join(ways)})" for name, ways in types.items())
+        lines.append(f"| {text.replace('|', '/')} | {names} |")
+    return "\n".join(lines)
+
+
 def page(rows: Mapping[str, Mapping[str, Any]], known: int, version: str) -> str:
     """Makes the page: its text, with what was tried and what was reached."""
     tried = (r"tried the \d+ types of transformers \S+:", f"tried the {known} types of transformers {version}:")
     text = replaced(PAGE.read_text(), *tried)
-    return replaced(text, r"(?m)^Of \d+ types that were tried .*$", summary(rows.values()))
+    text = replaced(text, r"(?m)^Of \d+ types that were tried .*$", summary(rows.values()))
+    table = f"<!-- reasons -->\n{reasons(rows.values())}\n<!-- end of reasons -->"
+    return replaced(text, r"(?s)<!-- reasons -->.*<!-- end of reasons -->", table)
 
 
 def main() -> None:

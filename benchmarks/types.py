@@ -257,7 +257,9 @@ def _equal(row: Mapping[str, Any], way: str) -> bool:
     return isinstance(row.get("runs", {}).get(way), float)
 
 
-_COMMON = r"no strategy can run: |the model cannot be cut into stages: |native: |space: it leaves .*?Of what it leaves: |\(.*?\)"
+_COMMON = (
+    r"no strategy can run: |the model cannot be cut into stages: |native: |space: it leaves .*?Of what it leaves: |\(.*?\)"
+)
 _NAMES = r"'[^']*'|\b\w+[.]\w[\w.]*|\b[A-Z]\w*[a-z][A-Z]\w*|[\d.]+(e[-+]\d+)?"
 
 

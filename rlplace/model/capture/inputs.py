@@ -146,13 +146,14 @@ def are_items(inputs: Any) -> bool:
     leading, *others = _arguments(inputs) or [None]
     if not isinstance(leading, list):
         return False
-    alike = [value for value in others if isinstance(value, (list, torch.Tensor)) and _length(value) == len(leading)]
+    alike = [value for value in others if isinstance(value, (list, torch.Tensor)) and length_of(value) == len(leading)]
     if any(isinstance(value, list) and not all(isinstance(item, torch.Tensor) for item in value) for value in alike):
         return True  # such as a dict of boxes for each image
-    return bool(alike) and len({_length(tensor) for tensor in tensors_in(inputs)}) > 1  # else a list of features, say
+    return bool(alike) and len({length_of(tensor) for tensor in tensors_in(inputs)}) > 1  # else a list of features, say
 
 
-def _length(value: Any) -> int:
+def length_of(value: Any) -> int:
+    """Returns the items of a list, or the rows of a tensor; 0 for one without dimensions."""
     return len(value) if isinstance(value, list) or value.dim() else 0
 
 
@@ -184,7 +185,7 @@ def flatten_rows(inputs: Any, samples: int, items: bool | None = None) -> tuple[
     inputs = dict(inputs) if isinstance(inputs, Mapping) and not isinstance(inputs, dict) else inputs
     lists = are_items(inputs) if items is None else items
     leaves, spec = pytree.tree_flatten(inputs, is_leaf=lambda value: lists and isinstance(value, list))
-    return leaves, [isinstance(leaf, (list, torch.Tensor)) and _length(leaf) == samples for leaf in leaves], spec
+    return leaves, [isinstance(leaf, (list, torch.Tensor)) and length_of(leaf) == samples for leaf in leaves], spec
 
 
 def resize_batch(inputs: Any, samples: int, wanted: int) -> Any:

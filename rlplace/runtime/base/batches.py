@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from rlplace.errors import InputError
-from rlplace.model.capture.inputs import flatten_rows
+from rlplace.model.capture.inputs import flatten_rows, length_of
 from rlplace.model.torch_adapter import FakeTensor, pytree
 from rlplace.plan.strategy import TARGETS, Strategy
 from rlplace.runtime.torch_adapter import counted_losses
@@ -305,7 +305,7 @@ def passes_of(
         raise InputError(f"native: the batch has no {', '.join(missing)}, which example_inputs had; add it")
     flat, cut, spec = flatten_rows({name: value for name, value in batch.items() if name not in kept}, share.whole, items)
     if not any(cut):
-        rows = {len(leaf) for leaf in flat if isinstance(leaf, (list, torch.Tensor)) and (isinstance(leaf, list) or leaf.dim())}
+        rows = {length_of(leaf) for leaf in flat if isinstance(leaf, (list, torch.Tensor))}
         found = ", ".join(map(str, sorted(rows - {0})))
         raise InputError(
             f"native: the strategy runs {share.whole} samples here, but no tensor of the batch has that many rows (found "

@@ -135,7 +135,7 @@ def synthetic_batch(example_inputs: Any, samples: int, seed: int, step: int) -> 
     if not leaves:
         return example_inputs
     items = are_items(example_inputs)
-    length = rows_of(example_inputs) if items else len(leaves[0])
+    length = rows_of(example_inputs, items) if items else len(leaves[0])
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     rounds = -(-samples // length)
     if not items and _in_order(leaves, length):

@@ -100,7 +100,7 @@ def trained():
 
 
 def test_replicas_train_a_detector_as_the_mean_over_their_parts():
-    plain, wanted = Detector(), {}
+    plain = Detector()
     images, targets = batch(8)
     for first in range(0, 8, 2):
         (sum(plain(images[first : first + 2], targets[first : first + 2]).values()) / 4).backward()

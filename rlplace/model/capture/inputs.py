@@ -149,7 +149,7 @@ def are_items(inputs: Any) -> bool:
     alike = [value for value in others if isinstance(value, (list, torch.Tensor)) and length_of(value) == len(leading)]
     if any(isinstance(value, list) and not all(isinstance(item, torch.Tensor) for item in value) for value in alike):
         return True  # such as a dict of boxes for each image
-    return bool(alike) and len({length_of(tensor) for tensor in tensors_in(inputs)}) > 1  # else a list of features, say
+    return bool(alike) and len({length_of(tensor) for tensor in tensors_in(inputs)} - {0}) > 1  # else a list of features, say
 
 
 def length_of(value: Any) -> int:

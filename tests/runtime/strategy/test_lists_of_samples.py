@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from rlplace.api import place
 from rlplace.errors import InputError
 from rlplace.model.capture.capture import capture
-from rlplace.model.capture.inputs import flatten_rows, resize_batch, rows_of
+from rlplace.model.capture.inputs import are_items, flatten_rows, resize_batch, rows_of
 from rlplace.model.graph.rescale import two_captures
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.base.steps import synthetic_batch
@@ -62,6 +62,7 @@ def test_items_are_samples_however_many_channels_images_have(samples):
 def test_features_in_a_list_keep_their_samples_as_rows():
     features = [torch.rand(3, 2), torch.rand(3, 4), torch.rand(3, 5)]
     for inputs in ((features, torch.zeros(3)), ([*features, torch.rand(3, 1)], torch.zeros(3))):
+        assert not are_items((*inputs, torch.tensor(2.0)))  # a number beside them has no rows
         assert rows_of(inputs) == 3 and flatten_rows(inputs, 3)[1] == [True] * (len(inputs[0]) + 1)
 
 

@@ -246,6 +246,8 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> str:
     names = ("train", "are captured", "are placed", "run their placement with equal loss and gradients")
     counts += [sum(_equal(row, way) for row in rows) for way in WAYS]
     names += tuple(f"run over two processes {text} with equal loss and gradients" for text in WAYS.values())
+    low = sum(row.get("runs", {}).get("level") == 1 and _equal(row, "shares") for row in rows)
+    names = tuple(name.replace("parameters", f"parameters (at level 3; {low} at level 1)") for name in names)
     counts.append(sum(any(_equal(row, way) for way in WAYS) for row in rows))
     names += ("in one of these ways",)
     shares = (f"{n} {name} ({n / max(1, counts[0]):.1%})" for name, n in zip(names[1:], counts[1:], strict=True))

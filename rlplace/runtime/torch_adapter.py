@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.distributed_c10d import _get_default_group as default_group
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.pipelining import _backward
+from torch.distributed.pipelining.stage import _PipelineStageBase
 
 # A shard of a tensor that packs several, each cut for itself; `Shard` cuts the whole.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -55,6 +57,7 @@ __all__ = [
     "from_functional",
     "functionalized",
     "joined_parameter_groups",
+    "reduce_in_order",
     "replicate",
     "to_functional",
     "truncated_normal",
@@ -79,6 +82,11 @@ class NormOfGroup(BatchNorm):
     def on_gpus(self, values: Tensor) -> Tensor:
         """Normalizes values [samples, channels, ...] as SyncBatchNorm does."""
         return nn.SyncBatchNorm.forward(self, values)  # type: ignore[arg-type]
+
+
+def reduce_in_order(root: nn.Module) -> None:
+    """Reduces the gradients of all groups of a module, group by group, as torch's schedules do after the last micro-batch."""
+    _PipelineStageBase.perform_reduce_grad(SimpleNamespace(submod=root), 1)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -119,7 +119,8 @@ class Observed(NamedTuple):
     reentrant: bool  # whether the forward calls reentrant checkpoints
     # whether parameters may get no gradient, as those of an expert without tokens or of a teacher under `no_grad`
     unreached: bool
-    branches: bool = False  # whether the forward reads values outside of units
+    varies: bool = False  # whether the forward reads values, by which it may reach other parameters
+    branches: bool = False  # whether it does so outside of units, and may call others
     reused: str | None = None  # a parameter that ops of one unit read several times, with or without others between
 
 
@@ -139,7 +140,8 @@ def observe(model: nn.Module, inputs: Batch, found: Mapping[str, nn.Module]) -> 
             plain = pytree.tree_map_only(torch.Tensor, partial(fill, device=where), dict(inputs))
             with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):  # the model's own code runs
                 seen = _observe(model, plain, found, contextlib.nullcontext())
-                return seen._replace(unreached=True, branches=branches)  # other values, other ways
+                # Other values go other ways.
+                return seen._replace(unreached=True, varies=True, branches=branches or seen.branches)
     finally:
         with torch.no_grad():
             for buffer, before in buffers:
@@ -150,14 +152,19 @@ def observe(model: nn.Module, inputs: Batch, found: Mapping[str, nn.Module]) -> 
     )
 
 
+_LOOKS = frozenset(("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique", "masked_select"))
+"""Names of functions that give Python a value of a tensor, or a shape that depends on values."""
+
+
 class _Reads(TorchFunctionMode):
-    """Reads of parameters of units that do not run.
+    """Reads of parameters of units that do not run, and of values outside of units.
 
     Attributes:
         running: Units whose forward runs, the innermost last.
         outside: Units whose parameters were read.
         uses: How often ops of a unit read a parameter, by both.
         lost: A hook on an activation outside of units, or a change of what is trained.
+        looks: Whether values were read while no unit ran.
     """
 
     def __init__(self, units_of: dict[int, str]) -> None:
@@ -165,8 +172,10 @@ class _Reads(TorchFunctionMode):
         self._units_of, self.running, self.outside = units_of, list[str](), set[str]()
         self.uses = Counter[tuple[str, int]]()
         self.lost: str | None = None
+        self.looks = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.looks |= function.__name__ in _LOOKS and not self.running
         if function.__name__ != "__get__":  # its dtype, say
             leaves = pytree.tree_leaves((args, kwargs))
             read = {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)} & self._units_of.keys()
@@ -217,7 +226,7 @@ def _observe(model: nn.Module, inputs: Any, found: Mapping[str, nn.Module], mode
     unreached = not trained.keys() <= _reached(output)
     outside = reads.outside | {name for name, leaf, version in returned if leaf._version != version}
     outside |= {name for name, leaf, _ in returned if held.get(leaf.untyped_storage()._cdata) == name}
-    return Observed(results, calls, outside, reads.lost, checkpoints.called, unreached, reused=reused)
+    return Observed(results, calls, outside, reads.lost, checkpoints.called, unreached, branches=reads.looks, reused=reused)
 
 
 def reads(model: nn.Module, inputs: Batch, name: str) -> bool:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rlplace.errors import InputError
 from rlplace.runtime.base.batches import Batch, Pass, counting_alone
 from rlplace.runtime.base.ranks import digest, gather_objects
-from rlplace.runtime.torch_adapter import NormBase
+from rlplace.runtime.torch_adapter import NormBase, reduce_in_order
 
 
 class StepBuffers:
@@ -129,11 +129,15 @@ class Accumulation:
         root: The model as `wrap_stage` returned it.
         device: Device that it computes on.
         every_pass: Reduce gradients after every micro-batch (levels 2 and 3), not once a step.
+        in_order: Reduce them after the last backward, block by block, since processes may call unlike blocks.
         buffers: Buffers that forwards write.
     """
 
-    def __init__(self, root: nn.Module, device: torch.device, *, every_pass: bool, buffers: StepBuffers) -> None:
+    def __init__(
+        self, root: nn.Module, device: torch.device, *, every_pass: bool, buffers: StepBuffers, in_order: bool = False
+    ) -> None:
         self.root, self._device, self._every_pass, self._buffers = root, device, every_pass, buffers
+        self._in_order = in_order and isinstance(root, FSDPModule)
         self._first_step = True
         self.keeps_gradients = isinstance(root, DistributedDataParallel)  # the next step overwrites those of this one
 
@@ -154,7 +158,7 @@ class Accumulation:
         self._buffers.begin()
         with forward_autocast(self._device) as region:
             for number, one in enumerate(passes):
-                last = number == len(passes) - 1
+                last = number == len(passes) - 1 and not self._in_order
                 self._buffers.begin_pass()
                 with _reducing(self.root, last or self._every_pass, last):
                     with region(), one.counting() as targets:
@@ -167,6 +171,8 @@ class Accumulation:
                     share = weight if counted is None else weight / counted(weight.clone())
                     (value * share.to(value.dtype)).backward()  # type: ignore[no-untyped-call]
                 sums.append(torch.stack([value.detach().to(weight).reshape(()) * weight, weight]))
+        if self._in_order:
+            reduce_in_order(self.root)
         self._buffers.end()
         if self._first_step:
             check_same_writes([self._buffers])

@@ -114,7 +114,7 @@ def examine(model: nn.Module, inputs: Batch, flops: float = 0.0) -> ModelFacts:
         seen = observe(model, inputs, found)
     except Exception as error:  # the model's own code runs
         reason = f"its forward does not run on fake tensors ({type(error).__name__})"
-        return replace(model_facts(model, TensorFacts(no_tensor=reason), f"native: {reason}"), branches=True)
+        return replace(model_facts(model, TensorFacts(no_tensor=reason), f"native: {reason}"), varies=True, branches=True)
     layouts = find_layouts(found, seen.calls)
     tensor = TensorFacts(**{item.name: getattr(layouts, item.name) for item in fields(TensorFacts)})
     strange = {path: strange_in(call) for path, call in seen.calls.items()}
@@ -128,10 +128,11 @@ def examine(model: nn.Module, inputs: Batch, flops: float = 0.0) -> ModelFacts:
         if (unlike := why_unlike(model, captured, inputs, flops)) is not None:
             raise InputError(unlike)
     except InputError as error:
-        return replace(model_facts(model, tensor, str(error)), handed=handed, branches=seen.branches)
+        return replace(model_facts(model, tensor, str(error)), handed=handed, varies=seen.varies, branches=seen.branches)
     trained = (any(value.requires_grad for value in stage.taken) for stage in stages)
     untrained = tuple(block for block, flows in zip(blocks, trained, strict=True) if not flows)
     facts = replace(model_facts(model, tensor), blocks=blocks, untrained=untrained, handed=handed, reused=seen.reused)
+    facts = replace(facts, varies=seen.varies, branches=seen.branches)
     return replace(facts, no_samples=_no_samples(stages, inputs))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -33,9 +32,10 @@ from rlplace.runtime.strategy.gather import GatheredForward
 from rlplace.runtime.strategy.mesh import MeshPlace, check_same, find_place
 from rlplace.runtime.strategy.model_layouts import ModelLayouts, find_layouts, lay_out, stay_parts
 from rlplace.runtime.strategy.pipeline import PipelineRun, Recorded, StageModule
+from rlplace.runtime.strategy.reach import Reached, reduce_unlike
 from rlplace.runtime.strategy.statistics import join_statistics
 from rlplace.runtime.strategy.strategy_model import StrategyModel
-from rlplace.runtime.strategy.why_not import minor_version, why_not
+from rlplace.runtime.strategy.why_not import ModelFacts, minor_version, why_not
 from rlplace.runtime.strategy.wrap import StageTies, wrap_stage
 
 
@@ -73,15 +73,15 @@ def prepare(
     named = [block for stage in strategy.stages for block in stage.blocks]
     found = dict(units(model, named))
     laid_out = any(stage.axis("tensor") > 1 for stage in strategy.stages)
-    layouts, outside, unreached = None, set[str](), True
-    if laid_out or (len(strategy.stages) == 1 and (strategy.stages[0].sharding or mixed_precision is not None)):
-        seen = observe(model, example_inputs, found)
-        outside, layouts = seen.outside, find_layouts(found, seen.calls) if laid_out else None
-    elif len(strategy.stages) == 1 and strategy.stages[0].data_degree > 1:
-        with contextlib.suppress(Exception):  # a model that looks at values runs all the same
+    wrapped = laid_out or len(strategy.stages) > 1 or strategy.stages[0].sharding or mixed_precision is not None
+    seen = None
+    if laid_out or any(stage.data_degree > 1 for stage in strategy.stages):
+        with contextlib.nullcontext() if wrapped else contextlib.suppress(Exception):  # replicas run all the same
             seen = observe(model, example_inputs, found)
-            unreached = seen.unreached and not seen.reentrant
+    layouts = find_layouts(found, seen.calls) if laid_out and seen is not None else None
     facts = model_facts(model, layouts)  # which blocks the forward calls is for the cut to say
+    if seen is not None:
+        facts = replace(facts, varies=seen.varies, branches=seen.branches)
     if (reason := why_not(strategy, replace(facts, blocks=()), torch.__version__)) is not None:
         raise InputError(f"native: {reason}")
     if mixed_precision is not None and mixed_precision.output_dtype is not None and len(strategy.stages) > 1:
@@ -98,7 +98,7 @@ def prepare(
         batching=replace(batching or Batching("global", (), strategy.reduction), items=are_items(dict(example_inputs))),
     )  # fmt: skip
     if len(strategy.stages) > 1:
-        more = _pipelined(model, meta, strategy, place, example_inputs, layouts, facts.blocks, mixed_precision, values=values)
+        more = _pipelined(model, meta, strategy, place, example_inputs, layouts, facts, mixed_precision, values=values)
         return make(**more)
     stage = strategy.stages[0]
     join_statistics(model, place, everywhere=strategy.statistics == "batch")
@@ -110,11 +110,16 @@ def prepare(
         forward = GatheredForward(model, meta, place, strategy.mixing, named)
         forward.record(example_inputs)
         vars(model)["forward"] = forward
-    how: dict[str, Any] = {"outside": outside, "mixed_precision": mixed_precision, "unreached": unreached}
+    unreached = seen is None or (seen.unreached and not seen.reentrant)
+    how: dict[str, Any] = {"mixed_precision": mixed_precision, "unreached": unreached}
+    how["outside"] = () if seen is None else seen.outside
     root = wrap_stage(model, found, stage, place, values, pipelined=False, **how)
+    reached = reduce_unlike(root, place, in_order=facts.branches) if facts.varies else None
     buffers = StepBuffers([model], by_replica=strategy.buffers == "replica")
-    runner = Accumulation(root, place.device, every_pass=stage.sharding > 1, buffers=buffers)
-    return make({0: model}, runner, roots=[model])
+    runner = Accumulation(
+        root, place.device, every_pass=stage.sharding > 1, buffers=buffers, in_order=facts.varies and facts.branches
+    )
+    return make({0: model}, runner, roots=[model], reached=[reached] if reached else [])
 
 
 def _pipelined(
@@ -124,7 +129,7 @@ def _pipelined(
     place: MeshPlace,
     inputs: Batch,
     layouts: ModelLayouts | None,
-    blocks: Collection[str],
+    facts: ModelFacts,
     mixed_precision: MixedPrecisionPolicy | None,
     *,
     values: Values,
@@ -137,7 +142,7 @@ def _pipelined(
     captured, across, stages = _cut(model, inputs, pipeline, dtype, layouts)
     ties = StageTies(names, pipeline, stages, place)
     bodies = {number: stage_module(captured, stages[number], place.device) for number in place.stages}
-    for path in uncalled(captured, blocks) if 0 in bodies else ():  # no step trains them; they are kept for checkpoints
+    for path in uncalled(captured, facts.blocks) if 0 in bodies else ():  # no step trains them; they are kept for checkpoints
         bodies[0].add_submodule(path, captured.units[path])
     for body in bodies.values():
         move(body, place.device)
@@ -146,7 +151,7 @@ def _pipelined(
     for module in captured.units.values():
         if id(module) not in held:
             module.to("meta")
-    roots = {number: StageModule(body) for number, body in bodies.items()}
+    roots, reached = {number: StageModule(body) for number, body in bodies.items()}, list[Reached]()
     for number, root in roots.items():
         root.training = model.training
         join_statistics(root, place, everywhere=statistics == "batch")
@@ -156,6 +161,8 @@ def _pipelined(
             lay_out(place, pipeline.stages[number], layouts, inside, captured, across=across)
         own_values = {f"body.{name}": value for name, value in values.items()}
         wrap_stage(root, inside, pipeline.stages[number], place, own_values, pipelined=True, mixed_precision=mixed_precision)
+        if facts.varies and (found := reduce_unlike(root, place, in_order=False)) is not None:
+            reached.append(found)
 
     def record(inputs: Batch) -> Recorded:
         again, _, recut = _cut(meta, inputs, pipeline, dtype, layouts)
@@ -164,7 +171,8 @@ def _pipelined(
 
     first = inputs, Recorded(captured, stages, bodies)
     runner = PipelineRun(pipeline, place, roots, record, first, dtype, by_replica=strategy.buffers == "replica")
-    return {"bodies": bodies, "runner": runner, "roots": list(roots.values()), "ties": ties, "tied": names}
+    stages_of = {"bodies": bodies, "runner": runner, "roots": list(roots.values()), "reached": reached}
+    return {**stages_of, "ties": ties, "tied": names}
 
 
 def _cut(

@@ -30,6 +30,7 @@ from rlplace.runtime.strategy.buffers import Loss as PartLoss
 from rlplace.runtime.strategy.capture import strange_in
 from rlplace.runtime.strategy.gather import gather_output
 from rlplace.runtime.strategy.mesh import MeshPlace
+from rlplace.runtime.strategy.reach import Reached
 from rlplace.runtime.strategy.release import GradientRelease
 from rlplace.runtime.strategy.statistics import statistics_of, take_from_first_replica
 from rlplace.runtime.strategy.tensor import step_stream
@@ -59,6 +60,7 @@ class StrategyModel(DistributedModel):
         ties: Parameters that stages share.
         tied: Names of parameters that are one tensor, for every such tensor.
         hooks: Hooks of the parameters.
+        reached: Of the stages whose forwards read values.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class StrategyModel(DistributedModel):
         ties: StageTies | None = None,
         tied: Sequence[Sequence[str]] = (),
         hooks: ParameterHooks,
+        reached: Sequence[Reached] = (),
     ) -> None:
         self._pipeline = strategy.pipelines[0]
         if self._pipeline.unlike_meshes:  # no process belongs to one replica alone, so all take whole batches
@@ -87,7 +90,7 @@ class StrategyModel(DistributedModel):
         super().__init__(meta, ranks, batching, seed, NATIVE)
         self.strategy, self.place, self.runner, self._loss = strategy, place, runner, loss
         self._bodies, self._roots, self._names = dict(bodies), list(roots), tuple(names)
-        self._ties, self._tied, self._hooks = ties, tied, hooks
+        self._ties, self._tied, self._hooks, self._reached = ties, tied, hooks, reached
         self._release = GradientRelease() if strategy.release_gradients else None
         if self.releases and hooks.names:
             raise InputError(
@@ -148,9 +151,13 @@ class StrategyModel(DistributedModel):
                     counted = None if self._counts is None else self._over_replicas
                     with self._release.step():
                         sums = self.runner.step(passes, loss, counted)  # type: ignore[call-arg]
+            for stage in self._reached:
+                stage.fill()
             for parameter in self.parameters():
                 average_left_out(parameter, self.place)
                 sum_parts(parameter)
+            for stage in self._reached:
+                stage.settle()
             if self._ties is not None:
                 self._ties.sum_gradients(self._bodies)
             total, count = self._over_replicas(sums)

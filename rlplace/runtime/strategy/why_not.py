@@ -125,7 +125,8 @@ class ModelFacts:
     untrained: tuple[str, ...] = ()
     recurrent: str | None = None  # path of a recurrent layer
     reused: str | None = None  # a parameter that ops of one block read several times
-    branches: bool = False  # the forward reads values outside of blocks, and may call others for other samples
+    varies: bool = False  # the forward reads values, and may reach other parameters for other samples
+    branches: bool = False  # it reads them outside of blocks, and may call other blocks
     handed: str | None = None  # a block that gets an object with a state, such as a cache
     no_gather: str | None = None  # why replicas cannot gather the values that a loss reads
     conduct: Conduct | None = None  # how a step treats samples, buffers and parameters; None when it was not rehearsed
@@ -164,6 +165,7 @@ def why_not(
         _optimizer(pipeline, optimizer, release or strategy.release_gradients),
         _model(pipeline, facts),
         _hooks(pipeline, facts),
+        _values(pipeline, facts, number, release or strategy.release_gradients),
         _conduct(pipeline, facts, buffers or strategy.buffers),
     ]
     return next(chain(*found, _gather(pipeline, facts, couple or strategy.couple)), None)
@@ -348,11 +350,6 @@ def _hooks(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
             f"selective recomputation keeps products that {facts.recurrent} writes to in place, and gradients would be others; "
             "recompute in full"
         )
-    if facts.branches and any(stage.sharding for stage in stages):
-        yield (
-            "the forward looks at values outside of its blocks, so that processes may call unlike blocks and wait for each "
-            "other's parameters for ever; plan with shard=1"
-        )
     if facts.handed is not None and any(stage.recompute for stage in stages):
         yield (
             f"recomputation runs a forward twice, and {facts.handed}, which would be filled twice; for a cache of keys and "
@@ -360,6 +357,32 @@ def _hooks(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
         )
     if facts.backward_hooks and any(stage.recompute for stage in stages):
         yield f"recomputation would call the hooks of {facts.backward_hooks[0]} on other activations; plan without recompute"
+
+
+def _values(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int], release: bool) -> Iterator[str]:
+    """Yields why processes cannot go unlike ways through a forward that reads values (`reach`)."""
+    stages = pipeline.stages
+    several = [stage for stage in stages if stage.data_degree > 1]
+    wrapped = any(stage.sharding or stage.axis("tensor") > 1 or len(stages) > 1 for stage in several)
+    if not facts.varies or not wrapped:
+        return
+    if torch < (2, 13):
+        yield (
+            "the forward reads values, by which processes may reach unlike parameters, whose gradients are reduced together "
+            "since torch 2.13; upgrade it, or plan with shard=1 tensor=1 pipeline=1"
+        )
+    if release:
+        yield "released gradients of parameters that no sample reaches would be zeros; plan without --release-gradients"
+    if len(stages) > 1 and SCHEDULES[pipeline.schedule or ""].splits_backward:
+        yield (
+            "a schedule that splits the backward does not tell which parameters a forward that reads values has reached; take "
+            f"{ONE_F_ONE_B}, say"
+        )
+    if facts.branches and any(stage.sharding > 1 or stage.offload for stage in stages):
+        yield (
+            "the forward looks at values outside of its blocks, so that processes may call unlike blocks and wait for each "
+            "other's parameters for ever; plan with sharding=1, which gathers all of them in one order, and without offload"
+        )
 
 
 def _conduct(pipeline: Pipeline, facts: ModelFacts, buffers: str) -> Iterator[str]:

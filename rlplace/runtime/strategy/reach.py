@@ -1,0 +1,93 @@
+"""Forwards that read values, and so reach other parameters, or call other blocks, on every replica.
+
+Torch's wrappers reduce the gradients that a process has. Where processes reach unlike parameters, such as experts that got
+tokens on one of them alone, all reduce zeros for the others, and what no process has reached gets no gradient, as in the plain
+model. Where they may even call unlike blocks, collectives run in one order: parameters are gathered before the forward, and
+gradients reduced after the last backward.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from rlplace.model.capture.export import lies_in
+from rlplace.runtime.strategy.mesh import MeshPlace
+from rlplace.runtime.strategy.wrap import left_out
+
+
+def reduce_unlike(root: nn.Module, place: MeshPlace, *, in_order: bool) -> Reached | None:
+    """Makes a stage's wrappers reduce gradients of unlike parameters; None where torch finds these itself, or has no replicas.
+
+    Args:
+        root: The module that `wrap_stage` returned.
+        place: Coordinates of this process.
+        in_order: Whether processes may call unlike blocks.
+    """
+    if not isinstance(root, FSDPModule):
+        return None
+    root.set_reduce_scatter_unused_params(True)
+    if in_order:
+        root.register_forward_pre_hook(gather_in_order)
+    return Reached(root, place)
+
+
+def gather_in_order(root: nn.Module, _: Any) -> None:
+    """Gathers all parameters, block by block, in the same order on every process."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+
+
+class Reached:
+    """Parameters of a stage that the micro-batches of a step reach.
+
+    Args:
+        root: The stage's module, sharded.
+        place: Coordinates of this process.
+    """
+
+    def __init__(self, root: nn.Module, place: MeshPlace) -> None:
+        self._root, self._place = root, place
+        wrapped = [path for path, module in root.named_modules() if isinstance(module, FSDPModule)]
+        self._trained = [name for name, parameter in root.named_parameters() if parameter.requires_grad]
+        self._seen, self._watched = set[str](), set[str]()
+        for path in wrapped:
+            inner = [other for other in wrapped if other != path and (not path or lies_in(other, path))]
+            own = [
+                name
+                for name in self._trained
+                if (not path or lies_in(name, path)) and not any(lies_in(name, other) for other in inner)
+            ]
+            # After torch's own hook: parameters are whole then, and the same objects in every step.
+            root.get_submodule(path).register_forward_pre_hook(partial(self._watch, own))
+
+    def _watch(self, names: list[str], module: nn.Module, _: Any) -> None:
+        for name in names:
+            if name not in self._watched:
+                self._watched.add(name)
+                whole = self._root.get_parameter(name)
+                whole.register_post_accumulate_grad_hook(lambda _, name=name: self._seen.add(name))  # type: ignore[misc]
+
+    def fill(self) -> None:
+        """Gives parameters that torch's wrappers leave out a gradient of zeros where this process has none."""
+        for name in self._trained:
+            parameter = self._root.get_parameter(name)
+            if parameter.grad is None and left_out(parameter):
+                parameter.grad = torch.zeros_like(parameter)
+
+    def settle(self) -> None:
+        """Takes the gradients of a step from parameters that no replica has reached; every process of the stage calls it."""
+        flags = torch.tensor([name in self._seen for name in self._trained], dtype=torch.int32, device=self._place.device)
+        for axis in ("replicate", "shard"):
+            if self._place.mesh[axis].size() > 1:
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._place.mesh[axis].get_group())
+        for name, reached in zip(self._trained, flags.tolist(), strict=True):
+            if not reached:
+                self._root.get_parameter(name).grad = None
+        self._seen.clear()

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 
 # `replicate` on the code of `fully_shard`, for one mesh dimension: pytorch #152710, #158207.
 from torch.distributed._composable.replicate_with_fsdp import replicate
+
+# An all-to-all of parts of unlike sizes with a backward, which selective recomputation knows: pytorch #123599, #168140.
+from torch.distributed._functional_collectives import all_to_all_single_autograd as all_to_all
 from torch.distributed.distributed_c10d import _get_default_group as default_group
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.pipelining import _backward
@@ -49,6 +52,7 @@ __all__ = [
     "NormBase",
     "NormOfGroup",
     "StridedShard",
+    "all_to_all",
     "assign_attribute",
     "broadcast_in_buckets",
     "counted_losses",

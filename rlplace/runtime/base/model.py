@@ -186,10 +186,11 @@ class DistributedModel(nn.Module):
         yield from [parameter for _, parameter in self.named_parameters(recurse=recurse)] or [self.nothing]
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Returns groups for an optimizer: plain tensors and DTensors apart, which no foreach or fused operation mixes."""
-        parameters = list(self.parameters())
-        groups = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (False, True))
-        return [{"params": group} for group in groups if group]
+        """Returns groups for an optimizer: plain tensors and those of every mesh, which no foreach or fused operation mixes."""
+        groups: dict[Any, list[nn.Parameter]] = {None: []}
+        for parameter in self.parameters():
+            groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+        return [{"params": group} for group in groups.values() if group]
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:

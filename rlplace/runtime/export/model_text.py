@@ -93,6 +93,8 @@ def _lacks(planned: Planned, model: nn.Module) -> Iterator[str]:
             f"fully_shard takes no parameter without dimensions or elements, such as {whole}, and the script has no part that "
             "averages its gradients"
         )
+    if first.expert > 1:
+        yield "experts are spread by an all-to-all of rlplace's, which the script has not: plan with expert=1"
     if pipeline.unlike_meshes:
         yield "stages have unlike meshes, which torch's stages do not connect: place with --space pipeline=1"
     if len(set(pipeline.microbatch)) > 1 or len(set(pipeline.microbatches)) > 1:

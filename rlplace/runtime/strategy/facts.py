@@ -28,6 +28,7 @@ from rlplace.runtime.base.steps import samples_of
 from rlplace.runtime.strategy.blocks import block_names, has_batch_norm, has_sync_norm, observe, owner, tied_names, units
 from rlplace.runtime.strategy.capture import capture, strange_in
 from rlplace.runtime.strategy.cut import StageGraph, cut
+from rlplace.runtime.strategy.experts import NO_EXPERTS, common_experts
 from rlplace.runtime.strategy.gather import why_no_gather
 from rlplace.runtime.strategy.model_layouts import find_layouts
 from rlplace.runtime.strategy.recorded import why_unlike
@@ -82,6 +83,7 @@ def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str
     own = {path for path, m in model.named_modules() if m._forward_hooks or m._forward_pre_hooks or replaced_forward(m)}
     hooked = [path for path, _ in model.named_modules() if path in own | backward]
     inside = [path for path, _ in units(model)]
+    experts = common_experts(model)
     return ModelFacts(
         blocks=_needed(model),
         batch_norm=has_batch_norm(model),
@@ -91,6 +93,8 @@ def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str
         hooked=tuple(path or "the model" for path in hooked),
         hooked_outside=tuple(path or "the model" for path in hooked if owner(path, inside) is None),
         backward_hooks=tuple(path or "the model" for path in hooked if path in backward),
+        experts=experts,
+        no_experts=None if experts else NO_EXPERTS,
         recurrent=next(
             (path for path, module in model.named_modules() if isinstance(module, (nn.RNNBase, nn.RNNCellBase))), None
         ),

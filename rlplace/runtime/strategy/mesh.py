@@ -20,6 +20,9 @@ from rlplace.runtime.base.ranks import gather_objects
 AXES = ("pipeline", "replicate", "shard", "tensor")
 """Axes of the mesh, outermost first."""
 
+EXPERT_AXES = ("pipeline", "replicate", "expert_shard", "expert")
+"""Axes of the parameters of experts: processes that share the same ones are as far apart as the expert group is large."""
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -44,6 +47,7 @@ class MeshPlace:
     index: dict[str, int]  # its coordinate on each axis
     stages: tuple[int, ...]  # numbers of the stages that it holds, in model order
     ranks: Mapping[int, int]  # process of each device
+    experts: DeviceMesh | None = None  # the same by `EXPERT_AXES`, where experts are spread
 
     @property
     def replica(self) -> int:
@@ -127,9 +131,14 @@ def find_place(strategy: Strategy, device_type: str) -> MeshPlace:
     numbers = [torch.tensor([ranks[own] for own in group]).view(len(group), *axes[group[0]]) for group in together]
     made = [DeviceMesh(device_type, own, mesh_dim_names=AXES) for own in numbers]  # all processes make all groups
     mesh = next(one for one in made if one.get_coordinate() is not None)
+    experts = None
+    if (degree := max(stage.expert for stage in pipeline.stages)) > 1:
+        spread = [own.flatten(2).unflatten(2, (-1, degree)) for own in numbers]
+        meshes = [DeviceMesh(device_type, own, mesh_dim_names=EXPERT_AXES) for own in spread]
+        experts = next(one for one in meshes if one.get_coordinate() is not None)
     index = dict(zip(AXES, mesh.get_coordinate() or (), strict=True)) | {"pipeline": mine}
     held = tuple(number for number, stage in enumerate(pipeline.stages) if stage.devices == sets[mine])
     device = (
         torch.device(device_type, torch.accelerator.current_device_index()) if device_type != "cpu" else torch.device("cpu")
     )
-    return MeshPlace(mesh, device, index, held, rank_of_device)
+    return MeshPlace(mesh, device, index, held, rank_of_device, experts)

@@ -130,6 +130,8 @@ class ModelFacts:
     handed: str | None = None  # a block that gets an object with a state, such as a cache
     no_gather: str | None = None  # why replicas cannot gather the values that a loss reads
     conduct: Conduct | None = None  # how a step treats samples, buffers and parameters; None when it was not rehearsed
+    experts: int = 0  # expert degrees divide it
+    no_experts: str | None = None  # why no module's experts can be spread; None where they can
 
 
 def why_not(
@@ -160,7 +162,13 @@ def why_not(
         return "several pipelines need gradients summed over unlike meshes, which torch has no part for; use one"
     facts, pipeline = facts or ModelFacts(), strategy.pipelines[0]
     found = [_release(pipeline)] if release or strategy.release_gradients else []
-    found += [_axes(pipeline, facts), _memory(pipeline, facts), _levels(pipeline, facts), _pipeline(pipeline, facts, number)]
+    found += [
+        _axes(pipeline, facts),
+        _experts(pipeline, facts),
+        _memory(pipeline, facts),
+        _levels(pipeline, facts),
+        _pipeline(pipeline, facts, number),
+    ]
     found += [
         _optimizer(pipeline, optimizer, release or strategy.release_gradients),
         _model(pipeline, facts),
@@ -206,13 +214,33 @@ def _axes(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
         for axis in ("context", "branch"):
             if stage.axis(axis) > 1:
                 yield f"the axis {axis} is not run yet; plan without it (--space all plans it all the same)"
-        if stage.expert > 1:
-            yield "expert parallelism is not run yet; plan without it (--space all plans it all the same)"
     degrees = {stage.data_degree for stage in pipeline.stages}
     if len(degrees) > 1 and max(len(set(pipeline.microbatch)), len(set(pipeline.microbatches))) > 1:
         yield "stages of unlike data degrees run replicas with micro-batches of one size and number; give all the same"
     if len(degrees) > 1 and facts.no_samples is not None:
         yield f"stages of unlike data degrees: {facts.no_samples}"
+
+
+def _experts(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
+    """Yields why experts cannot be spread: all processes of a group exchange tokens, equally often and in the same order."""
+    stages = pipeline.stages
+    degrees = sorted({stage.expert for stage in stages})
+    if degrees == [1]:
+        return
+    if facts.no_experts is not None:
+        yield f"{facts.no_experts}; plan with expert=1"
+    if facts.experts % degrees[-1]:
+        yield f"the expert degree {degrees[-1]} does not divide {facts.experts}, what mixtures of experts have in common"
+    if len(degrees) > 1:
+        yield "stages of unlike expert degrees are not run yet; give all the same"
+    if any(stage.axis("tensor") > 1 for stage in stages):
+        yield "experts are not spread over tensor groups yet; plan with tensor=1 or expert=1"
+    if len(set(pipeline.microbatches)) > 1:
+        yield "replicas with unlike numbers of micro-batches would wait for each other's tokens for ever; give all the same"
+    if facts.branches:
+        yield "the forward looks at values outside of its blocks, and processes that wait for tokens may call unlike blocks"
+    if any(stage.offload for stage in stages):
+        yield "spread experts in host memory were never compared with the plain model; plan without offload or with expert=1"
 
 
 def _memory(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:

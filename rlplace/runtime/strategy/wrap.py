@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +27,7 @@ from rlplace.plan.strategy import Pipeline, Stage
 from rlplace.runtime.state.values import Values, fill
 from rlplace.runtime.state.whole import local_part, own_part, whole_tensor
 from rlplace.runtime.strategy.cut import StageGraph
+from rlplace.runtime.strategy.experts import spread_experts
 from rlplace.runtime.strategy.mesh import MeshPlace
 from rlplace.runtime.torch_adapter import StridedShard, replicate
 
@@ -181,6 +184,7 @@ def wrap_stage(
         mixed_precision: Dtype that parameters are cast to; it needs torch's wrappers for one replica, too.
         unreached: Whether parameters may get no gradient, which torch then finds in every step.
     """
+    spread = spread_experts(root, place.experts["expert"], stage.axis("tensor") / stage.expert) if place.experts else []
     for path, how in stage.recompute.items():
         for unit in (unit for name, unit in blocks.items() if lies_in(name, path)):
             recompute(unit, how)
@@ -208,7 +212,10 @@ def wrap_stage(
         axes = place.mesh["replicate", "shard"] if stage.axis("replicate") > 1 else place.mesh["shard"]
         again = stage.sharding == 3
         shared = partial(fully_shard, mesh=axes, reshard_after_forward=again, shard_placement_fn=_shard_dim, **cast)
-    shared = partial(shared, ignored_params={p for p in root.parameters() if left_out(p)})  # see `average_left_out`
+    ignored = {p for p in root.parameters() if left_out(p)}  # see `average_left_out`
+    if place.experts is not None:
+        ignored |= _share_experts(spread, place.experts, stage, mixed_precision)
+    shared = partial(shared, ignored_params=ignored)
     for path, block in blocks.items():
         if path not in outside and stands_alone(root, block):
             inside = next((how for name, how in stage.offload.items() if lies_in(path, name)), None)
@@ -218,6 +225,26 @@ def wrap_stage(
     if stage.sharding:
         fill(root, values, place.device, [root] if everything else [b for path, b in blocks.items() if _inside(path, stage)])
     return root
+
+
+def _share_experts(
+    spread: Sequence[nn.Module], mesh: DeviceMesh, stage: Stage, policy: MixedPrecisionPolicy | None
+) -> set[nn.Parameter]:
+    """Shares spread experts over the data ranks that remain; returns the parameters that no other process has."""
+    axes = mesh["replicate", "expert_shard"] if stage.axis("replicate") > 1 else mesh["expert_shard"]
+    if axes.size() == 1 and policy is None:
+        return {parameter for module in spread for parameter in module.parameters()}
+    parts = mesh["expert_shard"].size()
+    how: dict[str, Any] = {} if policy is None else {"mp_policy": replace(policy, cast_forward_inputs=False)}
+    for module in spread:
+        fully_shard(
+            module,
+            mesh=axes,
+            reshard_after_forward=stage.sharding == 3,
+            shard_placement_fn=lambda parameter: Shard(int(parameter.shape[1] % parts == 0)),
+            **how,
+        )
+    return set()
 
 
 def _inside(path: str, stage: Stage) -> bool:

@@ -128,7 +128,16 @@ def with_packed_weights():
     return quantize(model, "int8", [model.get_output_embeddings()])
 
 
+def mixture(kind, **sizes):
+    """Two layers of a decoder with four experts; products of groups of them have no kernel in double precision."""
+    model = decoder(kind, 2, num_experts_per_tok=2, **sizes)
+    model.config._experts_implementation = "batched_mm"
+    return model
+
+
 MODELS = {
+    "mixtral": lambda: mixture("mixtral", num_local_experts=4),
+    "qwen3_moe": lambda: mixture("qwen3_moe", num_experts=4, moe_intermediate_size=16),
     "packed": with_packed_weights,
     "frozen ends": frozen_ends,
     "adapters": lambda: with_adapters("q_proj", "v_proj", "o_proj", "down_proj"),

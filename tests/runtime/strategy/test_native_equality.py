@@ -57,6 +57,10 @@ CASES = {
     "norms of heads along the sequence": ("qwen3", flat("qwen3", {"shard": 2, "tensor": 2}, 3, sequence_parallel=True)),
     "heads of keys and values that two hold": ("grouped", flat("grouped", {"tensor": 4}, 0)),
     "halves that read one norm": ("phi", flat("phi", {"shard": 2, "tensor": 2}, 1, recompute="selective")),
+    "experts, gathered again": ("mixtral", flat("mixtral", {"shard": 4}, 3, expert=2, recompute="full")),
+    "experts of copies": ("qwen3_moe", flat("qwen3_moe", {"replicate": 2, "shard": 2}, 2, expert=2, microbatch=2)),
+    "experts of all, kept": ("qwen3_moe", flat("qwen3_moe", {"shard": 4}, 1, expert=4, recompute="selective")),
+    "1f1b, experts": ("mixtral", chain("mixtral", HALVES, "1f1b", expert=2, **SHARED)),
     "both ways in a v, shared": ("llama", chain("llama", TURN, "dualpipev", **SHARED)),
 }  # fmt: skip
 
@@ -76,7 +80,7 @@ QUICK = (
     "unlike micro-batches", "1f1b, unlike micro-batches", "unlike axes in a loop, tied", "norms of heads",
     "norms of heads along the sequence", "heads of keys and values that two hold",
     "halves that read one norm", "parts of the sequence between stages",
-    "gathered again, blocks that look at values",
+    "gathered again, blocks that look at values", "experts, gathered again", "experts of copies",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ STAGED = chain("llama", HALVES, "1f1b", **SHARED)
 TURN = chain("llama", [*HALVES, *HALVES[::-1]], "zbv", microbatches=4, microbatch=1, **SHARED)
 UNLIKE = chain("llama", [(0, 1), (2,)], "1f1b", mesh=[{"replicate": 2}, {}], sharding=0)
 SEQUENCE = flat("llama", {"tensor": 4}, 0, sequence_parallel=True)
+SPREAD = flat("llama", {"shard": 4}, 1, expert=2)
 COPIES = {"batch": 16, "stages": [{"blocks": ["a"], "devices": [0, 1], "mesh": {"replicate": 2}}], "microbatch": [8]}
 AGAIN = {**COPIES, "stages": [{**COPIES["stages"][0], "mesh": {"shard": 2}, "sharding": 3, "recompute": {"a": "full"}}]}
 
@@ -34,6 +35,7 @@ def reason(data, facts, torch_version="2.13.0"):
         (flat("llama", {"replicate": 2, "shard": 2}, 1, recompute="full"), facts_of()),
         (flat("llama", {"shard": 4}, 2, offload="all"), facts_of()),
         (STAGED, facts_of()),
+        (SPREAD, facts_of(experts=8)),
         (TURN, facts_of()),
         (UNLIKE, facts_of()),
         (chain("llama", HALVES, "1f1b", mesh=[{"replicate": 2}, {"shard": 2}], sharding=[0, 1]), facts_of(no_samples="why")),
@@ -51,7 +53,13 @@ def test_runs(data, facts):
 REFUSED = [
     (flat("llama", {"context": 4}, 0, batch=2), None, "the axis context is not run"),
     (flat("llama", {"branch": 4}, 0, batch=2), None, "the axis branch is not run"),
-    (flat("llama", {"shard": 4}, 1, expert=2), None, "expert parallelism is not run"),
+    (SPREAD, facts_of(no_experts="no module has"), "no module has"),
+    (SPREAD, facts_of(experts=3), "does not divide 3"),
+    (SPREAD, facts_of(branches=True, varies=True), "processes that wait for tokens"),
+    (SPREAD | {"microbatches": [1, 3, 2, 2]}, None, "each other's tokens"),
+    (flat("llama", {"shard": 4}, 1, expert=2, offload="all"), None, "spread experts in host memory"),
+    (flat("llama", {"shard": 2, "tensor": 2}, 1, expert=2), None, "not spread over tensor groups"),
+    (STAGED | {"stages": [STAGED["stages"][0] | {"expert": 2}, STAGED["stages"][1]]}, None, "unlike expert degrees"),
     (flat("llama", {"shard": 4}, 1, offload="optimizer"), None, "optimizer state alone"),
     (flat("llama", {"replicate": 4}, 0, offload="all"), None, "CPUOffloadPolicy"),
     (chain("llama", HALVES, "1f1b", offload="all", **SHARED), None, "offload in a pipeline"),

@@ -1,0 +1,132 @@
+"""Experts that are spread over processes, in a module of a user's own whose loop looks at values."""
+
+import pytest
+import torch
+from torch import nn
+
+from rlplace.plan.strategy import Strategy
+from rlplace.runtime.state.training_state import load_checkpoint, save_checkpoint
+from rlplace.runtime.state.whole import whole_tensor
+from rlplace.runtime.strategy.experts import common_experts, is_mixture
+from rlplace.runtime.strategy.run import prepare
+from rlplace.runtime.strategy.why_not import minor_version
+from tests.runtime.job.launch import run
+
+EXPERTS, WIDTH, INNER, SAMPLES = 4, 6, 5, 8
+
+
+class Mixture(nn.Module):
+    """Stacked experts, one of whose widths is odd; it calls those that some token chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER))
+        self.down = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH))
+        self.bias = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+
+    def forward(self, tokens, chosen_experts, weights):
+        out = torch.zeros_like(tokens)
+        for number in range(self.num_experts):
+            rows, choice = (chosen_experts == number).nonzero(as_tuple=True)
+            if len(rows):
+                made = (tokens[rows] @ self.up[number]).tanh() @ self.down[number] + self.bias[number]
+                out = out.index_add(0, rows, made * weights[rows, choice, None])
+        return out
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 2), Mixture()
+
+    def forward(self, x, chosen):
+        return x + self.experts(x, chosen, self.router(x).softmax(-1))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Layer() for _ in range(2)), nn.Linear(WIDTH, 1)
+
+    def forward(self, x, chosen):
+        x = self.layers[1](self.layers[0](x, chosen), chosen + 2)
+        return self.head(x).square().mean()
+
+
+# All tokens choose experts of one half of the processes in the first layer, and of the other in the second.
+BATCH = {
+    "x": torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0)).double(),
+    "chosen": torch.tensor([[0, 1], [1, 0]] * (SAMPLES // 2)),
+}
+BLOCKS = ["layers.0", "layers.1", "head"]
+AXES = {
+    "shares of two": ({"shard": 4}, 3, 2, 2),
+    "no shares": ({"shard": 4}, 2, 4, 1),
+    "copies": ({"replicate": 2, "shard": 2}, 1, 2, 2),
+    "without": ({"shard": 4}, 1, 1, 1),
+}
+
+
+def strategy(mesh, sharding, expert, microbatches):
+    stage = {"blocks": BLOCKS, "devices": [0, 1, 2, 3], "mesh": mesh, "sharding": sharding, "expert": expert}
+    size = SAMPLES // 4 // microbatches
+    return Strategy.from_dict({"batch": SAMPLES, "microbatch": [size], "microbatches": [microbatches], "stages": [stage]})
+
+
+def plain():
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def advance(model, optimizer):
+    optimizer.zero_grad()
+    loss = model(**BATCH)
+    loss.backward()
+    norm = (
+        model.clip_grad_norm_(0.5) if hasattr(model, "clip_grad_norm_") else nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    )
+    optimizer.step()
+    return {"loss": loss.detach(), "norm": norm} | {n: whole_tensor(p.detach()).clone() for n, p in model.named_parameters()}
+
+
+def trained(folder):
+    """By case the step after one, saved and resumed under the next case's plan."""
+    found, before = {}, None
+    for case, axes in AXES.items():
+        plan = strategy(*axes)
+        model = prepare(plain(), plan, {name: value[: plan.pipelines[0].microbatch[0]] for name, value in BATCH.items()})
+        optimizer = torch.optim.AdamW(model.parameter_groups(), lr=0.1)
+        first = advance(model, optimizer)
+        if before is not None:
+            load_checkpoint(before, model, optimizer)
+        before = save_checkpoint(f"{folder}/{case}", model, optimizer, step=1)
+        found[case] = first, advance(model, optimizer)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(minor_version(torch.__version__) < (2, 13), reason="reduces unlike gradients since torch 2.13")
+def test_own_experts_train_and_resume_as_the_plain_model(tmp_path):
+    model = plain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    wanted = advance(model, optimizer), advance(model, optimizer)
+    for found in run(4, trained, str(tmp_path)):
+        for case, steps in found.items():
+            for own, expected in zip(steps, wanted, strict=True):
+                assert own.keys() == expected.keys()
+                for name, value in own.items():
+                    torch.testing.assert_close(value, expected[name], msg=lambda line, at=(case, name): f"{at}: {line}")
+    again = plain()
+    state = torch.optim.AdamW(again.parameters(), lr=0.1)
+    load_checkpoint(tmp_path / "shares of two" / "step-00000001", again, state)
+    torch.testing.assert_close(advance(again, state)["layers.0.experts.up"], wanted[1]["layers.0.experts.up"])
+
+
+def test_modules_of_experts_are_known_by_their_weights_and_their_forward():
+    class Other(Mixture):
+        def forward(self, tokens, mask, weights):
+            return tokens
+
+    assert common_experts(Model()) == EXPERTS and is_mixture(Mixture())
+    assert not is_mixture(Other()) and not is_mixture(Layer()) and common_experts(nn.Linear(2, 2)) == 0

@@ -86,8 +86,10 @@ def sizes(config: Any, less: dict[str, int], prefix: str = "") -> Iterator[str]:
     """Yields options that make a configuration, and those inside it, smaller."""
     from rlplace.model.zoo.transformers import _parts
 
-    most = less.get("vocab_size")
-    for name, value in config.to_dict().items():
+    most, every = less.get("vocab_size"), config.to_dict()
+    if every.get("num_key_value_heads") == every.get("num_attention_heads"):  # none is shared, as in latent attention
+        less = less | {"num_key_value_heads": less.get("num_attention_heads", every.get("num_key_value_heads"))}
+    for name, value in every.items():
         if name == "apply_spec_augment" and value:
             yield f"{prefix}{name}=false"  # random spans, drawn anew in each step
         elif type(value) is not int:
@@ -142,9 +144,9 @@ def without_dropout(module: nn.Module) -> None:
             part.p = 0.0
 
 
-def step(module: nn.Module, model: LoadedModel) -> tuple[float, dict[str, torch.Tensor]]:
-    """Computes loss and gradients."""
-    torch.manual_seed(0)
+def step(module: nn.Module, model: LoadedModel, seed: int = 0) -> tuple[float, dict[str, torch.Tensor]]:
+    """Computes loss and gradients; what the forward draws comes from a seed."""
+    torch.manual_seed(seed)
     output = module(**model.example_inputs)
     loss = output.loss if model.loss is None else model.loss(output)
     loss.backward()

@@ -106,7 +106,9 @@ def fake_copy(model: nn.Module, mode: ForgetfulFakeMode, dtype: torch.dtype | No
     mode.caches |= cached_functions(model)
     empty(mode.caches)
     memo: dict[int, Any] = {key: own for key, own in computed_values(model).items() if isinstance(own, torch.Generator)}
+    numbers = {id(buffer): (buffer.item(), buffer.dtype) for buffer in _numbers(model)}
     with mode:
+        memo |= {key: torch.tensor(value, dtype=kind) for key, (value, kind) in numbers.items()}  # fake, with known values
         for tensor in [*model.parameters(), *model.buffers()]:
             if id(tensor) not in memo:
                 memo[id(tensor)] = _fake_like(tensor, dtype)
@@ -157,6 +159,15 @@ def _fake_like(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad) if tensor.requires_grad else fake
+
+
+def _numbers(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yields buffers that hold one whole number each and are in no checkpoint, such as the stride of a layer."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            alone = not buffer.dim() and not buffer.is_floating_point() and type(buffer) is not FakeTensor
+            if alone and buffer.device.type == "cpu" and name in module._non_persistent_buffers_set:
+                yield buffer
 
 
 def _plain_tensors(attributes: dict[str, Any]) -> Iterator[torch.Tensor]:

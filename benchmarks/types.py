@@ -87,8 +87,9 @@ def sizes(config: Any, less: dict[str, int], prefix: str = "") -> Iterator[str]:
     from rlplace.model.zoo.transformers import _parts
 
     most, every = less.get("vocab_size"), config.to_dict()
-    if every.get("num_key_value_heads") == every.get("num_attention_heads"):  # none is shared, as in latent attention
-        less = less | {"num_key_value_heads": less.get("num_attention_heads", every.get("num_key_value_heads"))}
+    heads = every.get("num_attention_heads")
+    if type(heads) is int and every.get("num_key_value_heads") == heads:  # none is shared, as in latent attention
+        less = less | {"num_key_value_heads": less.get("num_attention_heads", heads)}
     for name, value in every.items():
         if name == "apply_spec_augment" and value:
             yield f"{prefix}{name}=false"  # random spans, drawn anew in each step

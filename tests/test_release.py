@@ -77,6 +77,7 @@ def installed(tmp_path_factory):
     return folder / "site"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_wheel_holds_every_module_and_its_data(installed):
     for top, package in (

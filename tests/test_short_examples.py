@@ -34,6 +34,7 @@ def test_a_placer_learns_from_graphs_of_ones_own(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_notebook_runs_from_top_to_bottom(tmp_path):
     cells = json.loads((EXAMPLES / "environments.ipynb").read_text())["cells"]
     script = tmp_path / "notebook.py"

@@ -1,4 +1,4 @@
-"""Sixteen cells of the matrix (benchmarks/EQUALITY.md), of twelve kinds of models, in one launch of eight processes."""
+"""Ten cells of the matrix (benchmarks/EQUALITY.md), of ten kinds of models, in one launch of eight processes."""
 
 import json
 import subprocess

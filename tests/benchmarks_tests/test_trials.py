@@ -1,4 +1,4 @@
-"""The trials of models: the net catches what is wrong, whatever way it is wrong; today's plans of twenty models run right."""
+"""The trials of models: the net catches what is wrong, whatever way it is wrong; today's plans of some models run right."""
 
 import json
 import os
@@ -127,7 +127,7 @@ def test_a_wrong_gradient_is_caught(tmp_path):
 
 
 @pytest.mark.slow
-def test_twenty_models_train_as_planned_like_themselves():
+def test_some_models_train_as_planned_like_themselves():
     found = trials()
     assert len({one.name for one in found}) == len(found) >= 100
     done = _fresh("-m", "benchmarks.trials", "--few", "--json")

@@ -100,6 +100,7 @@ def test_costs_of_other_devices_are_refused(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_branches_side_by_side_beat_every_strategy(capsys, tmp_path):
     """Random cells: a placement of one micro-batch is quicker, so it is the answer, in Python too."""
     words = ["place", "zoo:nasnet", "--cluster", "a100-80g:4", "--batch", "8", "--calls", "30", "--granularity", "200"]

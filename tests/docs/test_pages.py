@@ -15,7 +15,7 @@ from tests.docs import doc_pages as pages
 
 PAGES = {str(page.relative_to(pages.ROOT)): page for page in pages.pages()}
 RUNNABLE = [name for name, page in PAGES.items() if any(block.language in pages.RUN for block in pages.blocks(page))]
-FIRST = ("README.md", "docs/quickstart.md", "docs/finetune.md", "docs/runtime.md")
+FIRST = ("README.md", "docs/quickstart.md")
 """What people try first: run in CI; all others before a release."""
 PARTS = 6
 

@@ -333,7 +333,8 @@ def test_splits_share_no_model_and_the_unseen_no_cluster():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", [pytest.param("train", marks=pytest.mark.long), "branchy"])
+@pytest.mark.long
+@pytest.mark.parametrize("split", ["train", "branchy"])
 def test_questions_of_the_splits_that_need_no_transformers_have_moves(split):
     env = StrategyEnv(strategy_questions(split))
     assert len(env.boards) == 10

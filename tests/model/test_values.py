@@ -241,3 +241,25 @@ def test_parts_whose_sizes_are_values_share_all_tokens():
         name: float(graph.op_flops[graph.op_names.index(f"{name}/forward")]) for name in ("router", "experts.0", "experts.1")
     }
     assert graph.capture["method"] == "module" and flops == {"router": 128.0, "experts.0": 128.0, "experts.1": 128.0}
+
+
+class Strided(nn.Module):
+    """Pads by numbers that it keeps in buffers: of 13 positions, strided by 4, the last part is filled up to 16."""
+
+    def __init__(self, persistent=False):
+        super().__init__()
+        self.layer = nn.Conv1d(6, 8, 4, stride=4)
+        self.register_buffer("stride", torch.tensor(4), persistent=persistent)
+
+    def forward(self, x):
+        frames = torch.ceil(x.shape[-1] / self.stride)
+        return self.layer(F.pad(x, (0, int(frames * self.stride) - x.shape[-1]))).square().mean()
+
+
+def test_whole_numbers_in_buffers_are_known_unless_a_checkpoint_may_change_them():
+    for method in (None, "dispatch"):
+        graph = capture(Strided(), {"x": torch.randn(2, 6, 13)}, method=method)
+        (product,) = (op for op, name in enumerate(graph.op_target) if "convolution" in name and not graph.op_phase[op])
+        assert graph.op_flops[product] == 2 * (2 * 8 * 4) * (6 * 4)  # 4 frames of 2 samples, 6 channels by 4 positions each
+    with pytest.raises(CaptureError, match="reads a value"):
+        capture(Strided(persistent=True), {"x": torch.randn(2, 6, 13)}, method="dispatch")

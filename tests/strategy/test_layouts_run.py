@@ -95,7 +95,16 @@ def sent(spec, degree, sequence_parallel, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", MODELS, ids=[spec.split(",")[0][3:] for spec in MODELS])
+IN_CI = ("gpt2", "llama", "qwen3", "vit", "t5")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(spec, id=kind, marks=[pytest.mark.long] * (kind not in IN_CI))
+        for spec, kind in ((spec, spec.split(",")[0][3:]) for spec in MODELS)
+    ],
+)
 def test_what_is_priced_is_what_runs(spec):
     _, graph, facts = asked(spec)
     _, runs = judge(facts)

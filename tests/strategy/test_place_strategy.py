@@ -210,7 +210,7 @@ MORE = [pytest.mark.long]  # a minute each
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=MORE) for seed in (0, 2, 3))])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=MORE) for seed in range(4)])
 def test_the_default_answer_is_never_behind_a_planner_that_answers_at_once(seed: int) -> None:
     rng = random.Random(seed)
     model, cluster, batch = rng.choice(MODELS), rng.choice(CLUSTERS), rng.choice((4, 8))

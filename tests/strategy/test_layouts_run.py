@@ -94,10 +94,10 @@ def sent(spec, degree, sequence_parallel, words):
     return counted.count
 
 
-@pytest.mark.slow
 IN_CI = ("gpt2", "llama", "qwen3", "vit", "t5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
     [

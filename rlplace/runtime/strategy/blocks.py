@@ -120,7 +120,8 @@ class Observed(NamedTuple):
     # whether parameters may get no gradient, as those of an expert without tokens or of a teacher under `no_grad`
     unreached: bool
     varies: bool = False  # whether the forward reads values, by which it may reach other parameters
-    branches: bool = False  # whether it does so outside of units, and may call others
+    skips: bool = False  # whether it does so, and parameters got no gradient on zeros or on ones
+    branches: bool = False  # whether it reads them outside of units, and may call others
     reused: str | None = None  # a parameter that ops of one unit read several times, with or without others between
 
 
@@ -135,17 +136,19 @@ def observe(model: nn.Module, inputs: Batch, found: Mapping[str, nn.Module]) -> 
         branches = getattr(error, "outside", False)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     where = next(model.parameters()).device
+    runs = list[Observed]()
     try:
         for fill in (torch.zeros_like, torch.ones_like):  # lengths are 1 at least
             plain = pytree.tree_map_only(torch.Tensor, partial(fill, device=where), dict(inputs))
             with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):  # the model's own code runs
-                seen = _observe(model, plain, found, contextlib.nullcontext())
-                # Other values go other ways.
-                return seen._replace(unreached=True, varies=True, branches=branches or seen.branches)
+                runs.append(_observe(model, plain, found, contextlib.nullcontext()))
     finally:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+    if runs:  # other values go other ways
+        skips, branches = any(seen.unreached for seen in runs), branches or any(seen.branches for seen in runs)
+        return runs[0]._replace(unreached=True, varies=True, skips=skips, branches=branches)
     raise InputError(
         f"native: the forward of {type(model).__name__} looks at values, and runs neither with zeros nor with ones; plan with "
         "replicas, or on one device"

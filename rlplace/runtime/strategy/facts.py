@@ -132,11 +132,11 @@ def examine(model: nn.Module, inputs: Batch, flops: float = 0.0) -> ModelFacts:
         if (unlike := why_unlike(model, captured, inputs, flops)) is not None:
             raise InputError(unlike)
     except InputError as error:
-        return replace(model_facts(model, tensor, str(error)), handed=handed, varies=seen.varies, branches=seen.branches)
+        return replace(model_facts(model, tensor, str(error)), handed=handed, varies=seen.skips, branches=seen.branches)
     trained = (any(value.requires_grad for value in stage.taken) for stage in stages)
     untrained = tuple(block for block, flows in zip(blocks, trained, strict=True) if not flows)
     facts = replace(model_facts(model, tensor), blocks=blocks, untrained=untrained, handed=handed, reused=seen.reused)
-    facts = replace(facts, varies=seen.varies, branches=seen.branches)
+    facts = replace(facts, varies=seen.skips, branches=seen.branches)
     return replace(facts, no_samples=_no_samples(stages, inputs))
 
 

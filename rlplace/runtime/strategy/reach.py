@@ -22,14 +22,14 @@ from rlplace.runtime.strategy.wrap import left_out
 
 
 def reduce_unlike(root: nn.Module, place: MeshPlace, *, in_order: bool) -> Reached | None:
-    """Makes a stage's wrappers reduce gradients of unlike parameters; None where torch finds these itself, or has no replicas.
+    """Makes a stage's wrappers reduce gradients of unlike parameters; None where torch finds these itself, or cannot (2.12).
 
     Args:
         root: The module that `wrap_stage` returned.
         place: Coordinates of this process.
         in_order: Whether processes may call unlike blocks.
     """
-    if not isinstance(root, FSDPModule):
+    if not isinstance(root, FSDPModule) or not hasattr(root, "set_reduce_scatter_unused_params"):
         return None
     root.set_reduce_scatter_unused_params(True)
     if in_order:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -17,6 +18,7 @@ from rlplace.errors import InputError
 from rlplace.model.capture.caches import turn_off_caches
 from rlplace.model.capture.fake import meta_copy
 from rlplace.model.capture.inputs import are_items
+from rlplace.plan.schedule import SCHEDULES
 from rlplace.plan.strategy import Pipeline, Strategy
 from rlplace.runtime.base.batches import Batch, cast, repeated
 from rlplace.runtime.base.model import Batching
@@ -35,7 +37,7 @@ from rlplace.runtime.strategy.pipeline import PipelineRun, Recorded, StageModule
 from rlplace.runtime.strategy.reach import Reached, reduce_unlike
 from rlplace.runtime.strategy.statistics import join_statistics
 from rlplace.runtime.strategy.strategy_model import StrategyModel
-from rlplace.runtime.strategy.why_not import ModelFacts, minor_version, why_not
+from rlplace.runtime.strategy.why_not import minor_version, why_not
 from rlplace.runtime.strategy.wrap import StageTies, wrap_stage
 
 
@@ -81,7 +83,8 @@ def prepare(
     layouts = find_layouts(found, seen.calls) if laid_out and seen is not None else None
     facts = model_facts(model, layouts)  # which blocks the forward calls is for the cut to say
     if seen is not None:
-        facts = replace(facts, varies=seen.varies, branches=seen.branches)
+        facts = replace(facts, varies=seen.skips, branches=seen.branches)
+    unlike = seen is not None and seen.varies
     if (reason := why_not(strategy, replace(facts, blocks=()), torch.__version__)) is not None:
         raise InputError(f"native: {reason}")
     if mixed_precision is not None and mixed_precision.output_dtype is not None and len(strategy.stages) > 1:
@@ -98,7 +101,9 @@ def prepare(
         batching=replace(batching or Batching("global", (), strategy.reduction), items=are_items(dict(example_inputs))),
     )  # fmt: skip
     if len(strategy.stages) > 1:
-        more = _pipelined(model, meta, strategy, place, example_inputs, layouts, facts, mixed_precision, values=values)
+        more = _pipelined(
+            model, meta, strategy, place, example_inputs, layouts, facts.blocks, mixed_precision, values=values, unlike=unlike
+        )
         return make(**more)
     stage = strategy.stages[0]
     join_statistics(model, place, everywhere=strategy.statistics == "batch")
@@ -114,11 +119,9 @@ def prepare(
     how: dict[str, Any] = {"mixed_precision": mixed_precision, "unreached": unreached}
     how["outside"] = () if seen is None else seen.outside
     root = wrap_stage(model, found, stage, place, values, pipelined=False, **how)
-    reached = reduce_unlike(root, place, in_order=facts.branches) if facts.varies else None
+    reached = reduce_unlike(root, place, in_order=facts.branches) if unlike else None
     buffers = StepBuffers([model], by_replica=strategy.buffers == "replica")
-    runner = Accumulation(
-        root, place.device, every_pass=stage.sharding > 1, buffers=buffers, in_order=facts.varies and facts.branches
-    )
+    runner = Accumulation(root, place.device, every_pass=stage.sharding > 1, buffers=buffers, in_order=facts.branches)
     return make({0: model}, runner, roots=[model], reached=[reached] if reached else [])
 
 
@@ -129,10 +132,11 @@ def _pipelined(
     place: MeshPlace,
     inputs: Batch,
     layouts: ModelLayouts | None,
-    facts: ModelFacts,
+    blocks: Collection[str],
     mixed_precision: MixedPrecisionPolicy | None,
     *,
     values: Values,
+    unlike: bool,
 ) -> dict[str, Any]:
     """Returns the arguments of `StrategyModel` for the stages of this process."""
     pipeline, names, statistics = strategy.pipelines[0], tied_names(model), strategy.statistics
@@ -142,7 +146,7 @@ def _pipelined(
     captured, across, stages = _cut(model, inputs, pipeline, dtype, layouts)
     ties = StageTies(names, pipeline, stages, place)
     bodies = {number: stage_module(captured, stages[number], place.device) for number in place.stages}
-    for path in uncalled(captured, facts.blocks) if 0 in bodies else ():  # no step trains them; they are kept for checkpoints
+    for path in uncalled(captured, blocks) if 0 in bodies else ():  # no step trains them; they are kept for checkpoints
         bodies[0].add_submodule(path, captured.units[path])
     for body in bodies.values():
         move(body, place.device)
@@ -161,7 +165,8 @@ def _pipelined(
             lay_out(place, pipeline.stages[number], layouts, inside, captured, across=across)
         own_values = {f"body.{name}": value for name, value in values.items()}
         wrap_stage(root, inside, pipeline.stages[number], place, own_values, pipelined=True, mixed_precision=mixed_precision)
-        if facts.varies and (found := reduce_unlike(root, place, in_order=False)) is not None:
+        splits = SCHEDULES[pipeline.schedule or ""].splits_backward  # no hook sees what it reaches
+        if unlike and not splits and (found := reduce_unlike(root, place, in_order=False)) is not None:
             reached.append(found)
 
     def record(inputs: Batch) -> Recorded:

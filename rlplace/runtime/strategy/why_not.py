@@ -125,7 +125,7 @@ class ModelFacts:
     untrained: tuple[str, ...] = ()
     recurrent: str | None = None  # path of a recurrent layer
     reused: str | None = None  # a parameter that ops of one block read several times
-    varies: bool = False  # the forward reads values, and may reach other parameters for other samples
+    varies: bool = False  # the forward reads values, by which it reaches some of its parameters and not others
     branches: bool = False  # it reads them outside of blocks, and may call other blocks
     handed: str | None = None  # a block that gets an object with a state, such as a cache
     no_gather: str | None = None  # why replicas cannot gather the values that a loss reads
@@ -392,16 +392,16 @@ def _values(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int], relea
     stages = pipeline.stages
     several = [stage for stage in stages if stage.data_degree > 1]
     wrapped = any(stage.sharding or stage.axis("tensor") > 1 or len(stages) > 1 for stage in several)
-    if not facts.varies or not wrapped:
+    if not wrapped:
         return
-    if torch < (2, 13):
+    if (facts.varies or facts.branches) and torch < (2, 13):
         yield (
             "the forward reads values, by which processes may reach unlike parameters, whose gradients are reduced together "
             "since torch 2.13; upgrade it, or plan with shard=1 tensor=1 pipeline=1"
         )
-    if release:
+    if facts.varies and release:
         yield "released gradients of parameters that no sample reaches would be zeros; plan without --release-gradients"
-    if len(stages) > 1 and SCHEDULES[pipeline.schedule or ""].splits_backward:
+    if facts.varies and len(stages) > 1 and SCHEDULES[pipeline.schedule or ""].splits_backward:
         yield (
             "a schedule that splits the backward does not tell which parameters a forward that reads values has reached; take "
             f"{ONE_F_ONE_B}, say"

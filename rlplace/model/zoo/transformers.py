@@ -210,9 +210,9 @@ def load_transformers(text: str, batch: int, seq: int, device: str) -> tuple[nn.
         checkpointing = parse_options(apart, {_CHECKPOINTING: False}, f"hf:{kind}")
         config = _configure(CONFIG_MAPPING[kind], kind, options, base)
         task, model_class = _head(modeling_auto, config, kind)
-        text_config = config.get_text_config(decoder=True)
-        if isinstance(text_config, model_class.config_class or ()):  # the text model of a type that holds several
-            config = text_config
+        wanted = model_class.config_class or object
+        if not isinstance(config, wanted) and isinstance(part := config.get_text_config(decoder=True), wanted):
+            config = part  # of a type that holds several
         parts = [config]
         for part in parts:
             parts += _parts(part).values()

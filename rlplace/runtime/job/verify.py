@@ -32,8 +32,9 @@ from rlplace.runtime.strategy.strategy_model import keyword_inputs
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 """Largest accepted difference by dtype of compute: of a loss relative to itself, of a tensor to its largest element."""
 
-_NOISE = 0.01
-"""Share of the tolerance of a gradient that is rounding: optimizers that divide by the gradient's size enlarge it."""
+_NOISE, _OWN_NOISE = 0.01, 0.1
+"""Shares of the tolerance that are rounding, of the largest gradient of all and of a tensor's own largest: optimizers that divide
+by the gradient's size enlarge it."""
 
 
 @dataclass(eq=False)
@@ -143,7 +144,8 @@ class Reference:
         magnitudes = {name: p.grad.detach().to_dense().abs() for name, p in self.parameters.items() if p.grad is not None}
         largest = max(map(_largest, magnitudes.values()), default=0.0)
         for name, gradient in magnitudes.items():
-            unsure = (_NOISE * tolerance * largest / gradient.clamp_min(1e-38)).clamp_max(2.0) * rate
+            noise = tolerance * (_NOISE * largest + _OWN_NOISE * _largest(gradient))
+            unsure = (noise / gradient.clamp_min(1e-38)).clamp_max(2.0) * rate
             self.slack[name] = self.slack[name] + unsure if name in self.slack else unsure
 
 

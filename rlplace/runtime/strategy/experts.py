@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rlplace.runtime.torch_adapter import all_to_all, with_parameters
 
@@ -44,13 +44,15 @@ def common_experts(model: nn.Module) -> int:
     return gcd(*(getattr(module, _COUNT) for module in model.modules() if is_mixture(module)))
 
 
-def spread_experts(root: nn.Module, mesh: DeviceMesh, scale: float) -> list[nn.Module]:
+def spread_experts(root: nn.Module, mesh: DeviceMesh, tensor: DeviceMesh) -> list[nn.Module]:
     """Makes processes of an expert group hold their experts alone, and exchange tokens; returns the modules of experts.
+
+    Gradients of experts are sums over the tokens of the group, and replicas average them: pytorch #160285.
 
     Args:
         root: Its modules of experts, real or on the meta device, are changed in place.
         mesh: The expert group.
-        scale: Of the gradients of experts, which are sums over the tokens of the group.
+        tensor: The tensor group, which divides its tokens.
     """
     found = [module for module in root.modules() if is_mixture(module)]
     for module in found:
@@ -59,8 +61,21 @@ def spread_experts(root: nn.Module, mesh: DeviceMesh, scale: float) -> list[nn.M
             part = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
             setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
         setattr(module, _COUNT, getattr(module, _COUNT) // mesh.size())
-        vars(module)["forward"] = partial(_exchange, module, module.forward, mesh, scale)
+        forward = partial(_exchange, module, module.forward, mesh, tensor.size() / mesh.size())
+        vars(module)["forward"] = forward if tensor.size() == 1 else partial(_divide, forward, tensor)
     return found
+
+
+def _divide(forward: Callable[..., torch.Tensor], mesh: DeviceMesh, *args: torch.Tensor) -> torch.Tensor:
+    """Runs a forward on this process's part of the rows, which all of a tensor group have; returns all rows of its result."""
+    shape, stride = args[0].shape, args[0].stride()
+    parts = [
+        DTensor.from_local(value, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(0)]) for value in args
+    ]
+    made = DTensor.from_local(
+        forward(*(part.to_local() for part in parts)), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+    )
+    return made.redistribute(placements=[Replicate()]).to_local().clone()  # a view loses the hooks of its backward to writes
 
 
 def _exchange(

@@ -184,7 +184,7 @@ def wrap_stage(
         mixed_precision: Dtype that parameters are cast to; it needs torch's wrappers for one replica, too.
         unreached: Whether parameters may get no gradient, which torch then finds in every step.
     """
-    spread = spread_experts(root, place.experts["expert"], stage.axis("tensor") / stage.expert) if place.experts else []
+    spread = spread_experts(root, place.experts["expert"], place.mesh["tensor"]) if place.experts is not None else []
     for path, how in stage.recompute.items():
         for unit in (unit for name, unit in blocks.items() if lies_in(name, path)):
             recompute(unit, how)
@@ -235,15 +235,12 @@ def _share_experts(
     if axes.size() == 1 and policy is None:
         return {parameter for module in spread for parameter in module.parameters()}
     parts = mesh["expert_shard"].size()
-    how: dict[str, Any] = {} if policy is None else {"mp_policy": replace(policy, cast_forward_inputs=False)}
+    shared: Any = partial(replicate, mesh=mesh["replicate"])  # type: ignore[arg-type]
+    if stage.sharding:
+        placed = lambda parameter: Shard(int(parameter.shape[1] % parts == 0))  # noqa: E731
+        shared = partial(fully_shard, mesh=axes, reshard_after_forward=stage.sharding == 3, shard_placement_fn=placed)
     for module in spread:
-        fully_shard(
-            module,
-            mesh=axes,
-            reshard_after_forward=stage.sharding == 3,
-            shard_placement_fn=lambda parameter: Shard(int(parameter.shape[1] % parts == 0)),
-            **how,
-        )
+        shared(module, **({} if policy is None else {"mp_policy": replace(policy, cast_forward_inputs=False)}))
     return set()
 
 

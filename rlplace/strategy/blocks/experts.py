@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from rlplace.model.graph.opgraph import BUFFER, FORWARD, GRADIENT, PARAMETER, UPDATE, OpGraph
 from rlplace.strategy.costs import (
     ALL_GATHER,
-    ALL_REDUCE,
     BACKWARD_PASS,
     CONTEXT_GATHER,
     CONTEXT_SCATTER,
@@ -92,9 +91,9 @@ class Experts:
             for when in (FORWARD_PASS, BACKWARD_PASS):
                 collectives += [LayoutCollective(block, op, tensor, when, EXPERT_ALL_TO_ALL) for op, tensor in ends]
         if rows > 1:
-            # Every device of the tensor group has the output of its own tokens, and likewise the gradient of its input.
+            # Every device of the tensor group has the output of its own tokens, and the gradients of what it took of its input.
             ahead, behind = (
-                ((REDUCE_SCATTER,), (ALL_GATHER, REDUCE_SCATTER)) if cut.sequence_parallel else ((ALL_REDUCE,), (ALL_REDUCE,))
+                ((REDUCE_SCATTER,), (ALL_GATHER, REDUCE_SCATTER)) if cut.sequence_parallel else ((ALL_GATHER,), (ALL_GATHER,))
             )
             for tensor in self.outputs[graph.op_phase[graph.tensor_producer[self.outputs]] == FORWARD].tolist():
                 op = int(graph.tensor_producer[tensor])

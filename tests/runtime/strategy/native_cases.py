@@ -22,7 +22,7 @@ BLOCKS = {
     "gpt2": GPT2,
     "short": SHORT,
     "t5": T5,
-    **dict.fromkeys(("qwen3", "mixtral", "qwen3_moe"), SHORT_LLAMA),
+    **dict.fromkeys(("qwen3", "mixtral", "qwen2_moe", "qwen3_moe"), SHORT_LLAMA),
     "grouped": SHORT_LLAMA,
     "phi": (*SHORT_LLAMA[:3], "model.final_layernorm", "lm_head"),
     "deep": DEEP,

@@ -137,6 +137,7 @@ def mixture(kind, **sizes):
 
 MODELS = {
     "mixtral": lambda: mixture("mixtral", num_local_experts=4),
+    "qwen2_moe": lambda: mixture("qwen2_moe", num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16),
     "qwen3_moe": lambda: mixture("qwen3_moe", num_experts=4, moe_intermediate_size=16),
     "packed": with_packed_weights,
     "frozen ends": frozen_ends,

@@ -60,6 +60,8 @@ CASES = {
     "experts, gathered again": ("mixtral", flat("mixtral", {"shard": 4}, 3, expert=2, recompute="full")),
     "experts of copies": ("qwen3_moe", flat("qwen3_moe", {"replicate": 2, "shard": 2}, 2, expert=2, microbatch=2)),
     "experts of all, kept": ("qwen3_moe", flat("qwen3_moe", {"shard": 4}, 1, expert=4, recompute="selective")),
+    "experts of shares and tensor groups": ("mixtral", flat("mixtral", {"shard": 2, "tensor": 2}, 3, expert=4)),
+    "experts of tensor groups": ("qwen2_moe", flat("qwen2_moe", {"replicate": 2, "tensor": 2}, 0, expert=2, microbatch=2)),
     "1f1b, experts": ("mixtral", chain("mixtral", HALVES, "1f1b", expert=2, **SHARED)),
     "both ways in a v, shared": ("llama", chain("llama", TURN, "dualpipev", **SHARED)),
 }  # fmt: skip

@@ -19,6 +19,9 @@ from torch import Tensor, nn
 # `replicate` on the code of `fully_shard`, for one mesh dimension: pytorch #152710, #158207.
 from torch.distributed._composable.replicate_with_fsdp import replicate
 
+# Collectives that dispatch modes see, so that selective recomputation keeps their results.
+from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
+
 # An all-to-all of parts of unlike sizes with a backward, which selective recomputation knows: pytorch #123599, #168140.
 from torch.distributed._functional_collectives import all_to_all_single_autograd as all_to_all
 from torch.distributed.distributed_c10d import _get_default_group as default_group
@@ -52,6 +55,7 @@ __all__ = [
     "NormBase",
     "NormOfGroup",
     "StridedShard",
+    "all_gather_tensor",
     "all_to_all",
     "assign_attribute",
     "broadcast_in_buckets",
@@ -62,6 +66,7 @@ __all__ = [
     "functionalized",
     "joined_parameter_groups",
     "reduce_in_order",
+    "reduce_scatter_tensor",
     "replicate",
     "to_functional",
     "truncated_normal",

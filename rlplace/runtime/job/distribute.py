@@ -170,7 +170,7 @@ def parallelize(
     for parameter in model.parameters():  # torch's wrappers do this to the parameters that they shard
         if left_out(parameter) and not isinstance(made.runner.root, DistributedDataParallel):
             parameter.register_post_accumulate_grad_hook(partial(average_left_out, place=made.place))
-        if isinstance(parameter, DTensor) and made.place.data_degree == 1:  # which a tensor group alone holds whole
+        if isinstance(parameter, DTensor) and made.place.columns == 1:  # which a tensor group alone holds whole
             parameter.register_post_accumulate_grad_hook(sum_parts)
     return made.runner.root, mesh
 

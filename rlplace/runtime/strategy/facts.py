@@ -27,6 +27,7 @@ from rlplace.runtime.base.batches import Batch
 from rlplace.runtime.base.steps import samples_of
 from rlplace.runtime.strategy.blocks import block_names, has_batch_norm, has_sync_norm, observe, owner, tied_names, units
 from rlplace.runtime.strategy.capture import capture, strange_in
+from rlplace.runtime.strategy.context_facts import context_facts
 from rlplace.runtime.strategy.cut import StageGraph, cut
 from rlplace.runtime.strategy.experts import NO_EXPERTS, common_experts
 from rlplace.runtime.strategy.gather import why_no_gather
@@ -163,7 +164,11 @@ def facts_of(
         conduct = conduct_of_graph(graph, conduct.unseen)
     if conduct.couples and loss is None:
         no_gather = facts.no_cut or why_no_gather(module, keyword_inputs(module, inputs), conduct.mixing)
-    return replace(facts, conduct=conduct, no_gather=no_gather)
+    facts = replace(facts, conduct=conduct, no_gather=no_gather)
+    if loss is not None:
+        return replace(facts, no_context="its loss lies outside of the model")
+    no_context, positions = context_facts(module, inputs, conduct)
+    return replace(facts, no_context=no_context, positions=positions)
 
 
 def _no_samples(stages: Sequence[StageGraph], inputs: Batch) -> str | None:

@@ -18,7 +18,7 @@ from rlplace.plan.strategy import Pipeline, Strategy
 from rlplace.runtime.base.ranks import gather_objects
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
-"""Axes of the mesh, outermost first."""
+"""Axes of the mesh, outermost first; the context is part of the axis that gradients are reduced over, at level 0 `replicate`."""
 
 EXPERT_AXES = ("pipeline", "replicate", "expert_shard", "expert")
 """Axes of the parameters of experts: processes that share the same ones are as far apart as the expert group is large."""
@@ -48,16 +48,33 @@ class MeshPlace:
     stages: tuple[int, ...]  # numbers of the stages that it holds, in model order
     ranks: Mapping[int, int]  # process of each device
     experts: DeviceMesh | None = None  # the same by `EXPERT_AXES`, where experts are spread
+    context: int = 1  # processes that divide the positions of a replica's samples
 
     @property
     def replica(self) -> int:
         """Number of the replica that it is part of: its coordinate on replicate x shard."""
+        return self.column // self.context
+
+    @property
+    def column(self) -> int:
+        """Coordinate among the processes that reduce gradients together: replicate x shard x context."""
         return self.index["replicate"] * self.mesh["shard"].size() + self.index["shard"]
+
+    @property
+    def columns(self) -> int:
+        """Processes that reduce gradients together."""
+        return self.mesh["replicate"].size() * self.mesh["shard"].size()
 
     @property
     def data_degree(self) -> int:
         """Replicas of this process's stages."""
-        return self.mesh["replicate"].size() * self.mesh["shard"].size()
+        return self.columns // self.context
+
+    @property
+    def context_ranks(self) -> tuple[int, ...]:
+        """Processes that divide the positions of this process's samples, in the order of their parts."""
+        together = self.mesh.mesh[self.index["pipeline"], :, :, self.index["tensor"]].flatten()
+        return tuple(together[self.replica * self.context :][: self.context].tolist())
 
     def peers(self, pipeline: Pipeline, own: int, other: int, *, sends: bool) -> list[Peer]:
         """Returns the processes of another stage that have samples of this process's, in the order of the samples.
@@ -125,6 +142,9 @@ def find_place(strategy: Strategy, device_type: str) -> MeshPlace:
         )
     sets = pipeline.device_sets
     axes = {stage.devices: [stage.axis(name) for name in AXES[1:]] for stage in reversed(pipeline.stages)}
+    context = pipeline.stages[0].axis("context")
+    for sizes in axes.values():
+        sizes[1 if pipeline.stages[0].sharding else 0] *= context
     ranks = {own: [rank_of_device[device] for device in own] for own in sets}
     mine = next(number for number, own in enumerate(sets) if dist.get_rank() in ranks[own])
     together = [[own] for own in sets] if pipeline.unlike_meshes else [list(sets)]
@@ -141,4 +161,4 @@ def find_place(strategy: Strategy, device_type: str) -> MeshPlace:
     device = (
         torch.device(device_type, torch.accelerator.current_device_index()) if device_type != "cpu" else torch.device("cpu")
     )
-    return MeshPlace(mesh, device, index, held, rank_of_device, experts)
+    return MeshPlace(mesh, device, index, held, rank_of_device, experts, context)

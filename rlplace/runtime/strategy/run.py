@@ -28,6 +28,8 @@ from rlplace.runtime.state.whole import ParameterHooks
 from rlplace.runtime.strategy.blocks import observe, tied_names, units
 from rlplace.runtime.strategy.buffers import Accumulation, StepBuffers
 from rlplace.runtime.strategy.capture import UnitGraph, capture, uncalled
+from rlplace.runtime.strategy.context import Part, run_parts
+from rlplace.runtime.strategy.context_facts import observe_attention
 from rlplace.runtime.strategy.cut import StageGraph, cut, same_held, stage_module
 from rlplace.runtime.strategy.facts import model_facts
 from rlplace.runtime.strategy.gather import GatheredForward
@@ -77,7 +79,7 @@ def prepare(
     laid_out = any(stage.axis("tensor") > 1 for stage in strategy.stages)
     wrapped = laid_out or len(strategy.stages) > 1 or strategy.stages[0].sharding or mixed_precision is not None
     seen = None
-    if laid_out or any(stage.data_degree > 1 for stage in strategy.stages):
+    if laid_out or any(stage.data_degree * stage.axis("context") > 1 for stage in strategy.stages):
         with contextlib.nullcontext() if wrapped else contextlib.suppress(Exception):  # replicas run all the same
             seen = observe(model, example_inputs, found)
     layouts = find_layouts(found, seen.calls) if laid_out and seen is not None else None
@@ -106,8 +108,11 @@ def prepare(
         )
         return make(**more)
     stage = strategy.stages[0]
+    if place.context > 1 and loss is not None:
+        raise InputError("native: a loss outside of the model is not computed by parts of the positions; plan with context=1")
     join_statistics(model, place, everywhere=strategy.statistics == "batch")
     captured = capture(model, example_inputs, named) if stage.sequence_parallel else None
+    attending = observe_attention(model, example_inputs, named) if place.context > 1 else None
     move(model, place.device)
     if layouts is not None:
         lay_out(place, stage, layouts, found, captured)
@@ -115,6 +120,9 @@ def prepare(
         forward = GatheredForward(model, meta, place, strategy.mixing, named)
         forward.record(example_inputs)
         vars(model)["forward"] = forward
+    if attending is not None:
+        part = Part(place.column % place.context, place.context)
+        run_parts(model, attending.units, attending.others, part, place.context_ranks)
     unreached = seen is None or (seen.unreached and not seen.reentrant)
     how: dict[str, Any] = {"mixed_precision": mixed_precision, "unreached": unreached}
     how["outside"] = () if seen is None else seen.outside

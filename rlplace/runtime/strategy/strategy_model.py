@@ -118,7 +118,7 @@ class StrategyModel(DistributedModel):
         if self._release is None:
             super().release_gradients(optimizer)
         else:
-            late = [p for p in self.parameters() if left_out(p) and self.place.data_degree > 1]
+            late = [p for p in self.parameters() if left_out(p) and self.place.columns > 1]
             self._release.use(optimizer, late)
 
     def step(self, batch: Batch, loss: PartLoss) -> torch.Tensor:
@@ -131,6 +131,8 @@ class StrategyModel(DistributedModel):
         Returns:
             The mean loss over the batch, the same on every rank.
         """
+        if self.place.context > 1:
+            raise InputError("native: step takes a loss of the output, which is of a part of the positions; call the model")
         self._reduction = self.batching.reduction
         value, stash = self._run(self._passes(batch, self._names), loss)
         stash.deliver(torch.ones(()))
@@ -177,7 +179,7 @@ class StrategyModel(DistributedModel):
         sums = sums.double() if self.place.device.type == "cpu" else sums.float()
         last = self._pipeline.stages[-1]
         dist.all_reduce(sums)
-        return sums / (last.data_degree * last.axis("tensor"))
+        return sums / (last.data_degree * last.axis("context") * last.axis("tensor"))
 
     @property
     def _gathers(self) -> bool:
@@ -238,7 +240,8 @@ class StrategyModel(DistributedModel):
                 for n in range(together)
                 for (output, count), one in zip(outputs, passes, strict=True)
             ]
-        mine = {} if outputs is None or self.place.index["tensor"] else {own: outputs}
+        again = self.place.index["tensor"] or self.place.column % self.place.context  # another process has the same
+        mine = {} if outputs is None or again else {own: outputs}
         gathered = gather_values(mine, self.place.device, everywhere=True)
         alone = self.batching.share == "replica" or (self._gathers and self._loss is None)
         wanted = [own] if alone else [*range(len(replicas))]
@@ -286,7 +289,7 @@ class StrategyModel(DistributedModel):
         """Returns this replica's micro-batches of a batch, on its device."""
         share = self._share(batch, self.place.replica, self.place.data_degree)
         if self._reduction == SUM:
-            share = replace(share, weights=(float(self.place.data_degree),) * len(share.sizes))
+            share = replace(share, weights=(float(self.place.columns),) * len(share.sizes))
         elif self._counts is not None:  # of one count; the step divides by the sum of all
             share = replace(share, weights=(self._pipeline.data_degree / share.joined / share.whole,) * len(share.sizes))
         if self.batching.share == "replica":

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlplace.model.capture.optimizers import OPTIMIZERS
 from rlplace.plan.schedule import ONE_F_ONE_B, SCHEDULES, V
-from rlplace.plan.strategy import MEAN, Pipeline, Strategy
+from rlplace.plan.strategy import MEAN, Pipeline, Stage, Strategy
 
 OLDEST = (2, 11)
 """Of torch; what runs here was compared with the plain model on this version and on the newest."""
@@ -129,6 +129,8 @@ class ModelFacts:
     branches: bool = False  # it reads them outside of blocks, and may call other blocks
     handed: str | None = None  # a block that gets an object with a state, such as a cache
     no_gather: str | None = None  # why replicas cannot gather the values that a loss reads
+    no_context: str | None = None  # why processes cannot run on parts of the positions
+    positions: int = 0  # of a sample that attention runs over
     conduct: Conduct | None = None  # how a step treats samples, buffers and parameters; None when it was not rehearsed
     experts: int = 0  # expert degrees divide it
     no_experts: str | None = None  # why no module's experts can be spread; None where they can
@@ -211,9 +213,10 @@ def minor_version(text: str) -> tuple[int, int]:
 
 def _axes(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
     for stage in pipeline.stages:
-        for axis in ("context", "branch"):
-            if stage.axis(axis) > 1:
-                yield f"the axis {axis} is not run yet; plan without it (--space all plans it all the same)"
+        if stage.axis("branch") > 1:
+            yield "the axis branch is not run yet; plan without it (--space all plans it all the same)"
+        if stage.axis("context") > 1:
+            yield from _context(pipeline, stage, facts)
     degrees = {stage.data_degree for stage in pipeline.stages}
     if len(degrees) > 1 and max(len(set(pipeline.microbatch)), len(set(pipeline.microbatches))) > 1:
         yield "stages of unlike data degrees run replicas with micro-batches of one size and number; give all the same"
@@ -245,6 +248,27 @@ def _experts(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
         yield "the forward looks at values outside of its blocks, and processes that wait for tokens may call unlike blocks"
     if any(stage.offload for stage in stages):
         yield "spread experts in host memory were never compared with the plain model; plan without offload or with expert=1"
+
+
+def _context(pipeline: Pipeline, stage: Stage, facts: ModelFacts) -> Iterator[str]:
+    """Yields why processes cannot divide the positions of samples (`rlplace.runtime.strategy.context`)."""
+    degree = stage.axis("context")
+    if facts.no_context is not None:
+        yield f"no context parallelism: {facts.no_context}; plan with context=1"
+    if facts.positions % (2 * degree):
+        yield (
+            f"{facts.positions} positions cannot be cut into {2 * degree} parts, two for each process of the context; pad them "
+            "to a multiple, or plan with context=1"
+        )
+    if len(pipeline.stages) > 1:
+        yield "the axis context is not run in pipelines yet; plan with context=1 or pipeline=1"
+    if stage.expert > 1:
+        yield "the axis context was not compared with spread experts yet; plan with context=1 or expert=1"
+    if stage.sequence_parallel:
+        yield "the axis context was not compared with sequence_parallel, which splits positions again; plan without one of them"
+    conduct = facts.conduct or Conduct()
+    if facts.batch_norm or facts.sync_norm or conduct.written:
+        yield "statistics and buffers would be written by parts of the positions; plan with context=1"
 
 
 def _memory(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
@@ -288,7 +312,7 @@ def _optimizer(pipeline: Pipeline, optimizer: str | None, release: bool) -> Iter
 def _release(pipeline: Pipeline) -> Iterator[str]:
     """Yields why gradients cannot be released: each has to be whole when its backward ends, and nothing else may hold it."""
     stages = pipeline.stages
-    if any(stage.data_degree > 1 and stage.sharding == 0 for stage in stages):
+    if any(stage.data_degree * stage.axis("context") > 1 and stage.sharding == 0 for stage in stages):
         yield (
             "DistributedDataParallel keeps all gradients in its buckets, so that replicas release none; plan with shares "
             "(levels 1 to 3), or without --release-gradients"
@@ -394,7 +418,7 @@ def _hooks(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
 def _values(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int], release: bool) -> Iterator[str]:
     """Yields why processes cannot go unlike ways through a forward that reads values (`reach`)."""
     stages = pipeline.stages
-    several = [stage for stage in stages if stage.data_degree > 1]
+    several = [stage for stage in stages if stage.data_degree * stage.axis("context") > 1]
     wrapped = any(stage.sharding or stage.axis("tensor") > 1 or len(stages) > 1 for stage in several)
     if not wrapped:
         return
@@ -458,6 +482,8 @@ def _gather(pipeline: Pipeline, facts: ModelFacts, couple: str) -> Iterator[str]
         yield "--couple gather computes the loss of the whole batch at once; plan with microbatches=1"
     if pipeline.data_degree > 1 and (len(pipeline.stages) > 1 or len(set(pipeline.microbatch)) > 1):
         yield "--couple gather is for replicas of one stage and equal size; plan with pipeline=1"
+    if any(stage.axis("context") > 1 for stage in pipeline.stages):
+        yield "--couple gather is for replicas of whole samples; plan with context=1"
     if pipeline.data_degree > 1 and facts.no_gather is not None:
         yield f"--couple gather: {facts.no_gather}"
     if pipeline.data_degree > 1 and (facts.batch_norm or (facts.conduct is not None and facts.conduct.written)):

@@ -127,7 +127,7 @@ def average_left_out(parameter: torch.Tensor, place: MeshPlace) -> None:
         for axis in ("replicate", "shard"):
             if place.mesh[axis].size() > 1:
                 dist.all_reduce(parameter.grad, group=place.mesh[axis].get_group())
-        parameter.grad /= place.data_degree
+        parameter.grad /= place.columns
 
 
 def sum_parts(parameter: torch.Tensor) -> None:
@@ -190,7 +190,7 @@ def wrap_stage(
             recompute(unit, how)
     if stage.sharding == 0:
         fill(root, values, place.device)
-    if stage.data_degree == 1 and mixed_precision is None:
+    if place.columns == 1 and mixed_precision is None:
         return root
     cast: dict[str, Any] = {} if mixed_precision is None else {"mp_policy": mixed_precision}
     if stage.sharding == 0:
@@ -209,7 +209,7 @@ def wrap_stage(
                 )
         shared: Any = partial(replicate, mesh=place.mesh["replicate"], **cast)  # type: ignore[arg-type]
     else:
-        axes = place.mesh["replicate", "shard"] if stage.axis("replicate") > 1 else place.mesh["shard"]
+        axes = place.mesh["replicate", "shard"] if place.mesh["replicate"].size() > 1 else place.mesh["shard"]
         again = stage.sharding == 3
         shared = partial(fully_shard, mesh=axes, reshard_after_forward=again, shard_placement_fn=_shard_dim, **cast)
     ignored = {p for p in root.parameters() if left_out(p)}  # see `average_left_out`

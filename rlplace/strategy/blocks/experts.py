@@ -5,11 +5,10 @@ a router has sorted. Every device of an expert group holds some experts and work
 on average as many as it had itself, but on the busiest one `IMBALANCE` times as many. A tensor group inside of it divides its
 tokens, which all of its devices have, instead of the experts' matrices, as torchtitan does (its `ReordererSequenceParallel`).
 
-In a context group all ops work on a part of the sequence, as in torch's `context_parallel`: fused attention gathers the keys
-and values of all devices (its default method, "allgather") in the forward and again in the backward, and passes their gradients
-round the group in fp32, which moves as much as a reduce-scatter. A device has two parts, one from each half of the sequence, so
-that a causal mask leaves all devices equal work. The capture has the dimensions along the sequence
-(`rlplace.strategy.layouts.forward_ops`).
+In a context group what comes before the first block with attention works on whole sequences, all else on a part
+(`rlplace.runtime.strategy.context`): fused attention gathers the keys and values of all devices, keeps them for the backward and
+reduces their gradients. A device has two parts, one from each half of the sequence, so that a causal mask leaves all devices
+equal work. The capture has the dimensions along the sequence (`rlplace.strategy.layouts.forward_ops`).
 """
 
 from __future__ import annotations
@@ -182,10 +181,19 @@ def context_layout(ops: ForwardOps, degree: int, routed: NDArray[np.bool_]) -> T
     graph, indices = ops.graph, ops.indices
     op_parts, tensor_parts = (np.ones(count, dtype=np.int32) for count in (graph.num_ops, graph.num_tensors))
     held = np.isin(graph.tensor_role, (PARAMETER, BUFFER, GRADIENT))
+    before = min(int(ops.given[op]) for op in _attention(ops))
+    whole_op = (graph.op_phase == FORWARD) & (ops.given < before)
+    whole_tensor = (graph.tensor_producer >= 0) & whole_op[np.maximum(graph.tensor_producer, 0)]
     for tensor, sizes in indices.axes.items():
-        if not held[tensor] and any(ops.runs_along(tensor, axis) == ROW for axis in range(len(sizes))):
+        if (
+            not held[tensor]
+            and not whole_tensor[tensor]
+            and any(ops.runs_along(tensor, axis) == ROW for axis in range(len(sizes)))
+        ):
             tensor_parts[tensor] = degree
     for op in np.flatnonzero(graph.op_phase == FORWARD).tolist():
+        if whole_op[op]:
+            continue
         reads = ops.reads[op] if ops.searched[op] else ops.views[op]
         if routed[op] or (_rows(ops, op) if op in indices.dims else any(tensor_parts[tensor] > 1 for tensor in reads)):
             op_parts[op] = degree
@@ -229,8 +237,7 @@ def _exchanges(ops: ForwardOps, op: int) -> list[LayoutCollective]:
     if not queries:  # all three are parts of one tensor: keys and values are as large as what is made, each
         made = max(ops.makes[op], key=lambda tensor: int(graph.tensor_bytes[tensor]))
         keys = [made, made]
-    halves = 2 if graph.op_dtype[op] in ("bfloat16", "float16") else 1  # gradients are summed in fp32
-    moves = [(FORWARD_PASS, CONTEXT_GATHER), (BACKWARD_PASS, CONTEXT_GATHER), *[(BACKWARD_PASS, CONTEXT_SCATTER)] * halves]
+    moves = [(FORWARD_PASS, CONTEXT_GATHER), (BACKWARD_PASS, CONTEXT_SCATTER)]
     return [LayoutCollective(int(ops.given[op]), op, tensor, when, kind) for tensor in keys for when, kind in moves]
 
 

@@ -41,7 +41,7 @@ from rlplace.strategy.blocks.op_costs import (
     statistics_sums,
     ties_of,
 )
-from rlplace.strategy.costs import COLLECTIVE_KINDS, BlockPassCosts, Cut, Floats, HeldCosts
+from rlplace.strategy.costs import COLLECTIVE_KINDS, FULL, RECOMPUTE, BlockPassCosts, Cut, Floats, HeldCosts
 from rlplace.strategy.layouts.tensor_layout import (
     VOCABULARY,
     LayoutSearch,
@@ -301,8 +301,15 @@ class PricedBlocks:
         moved = tuple(reduce(shares, parts[:index] + parts[index + 1 :], sizes) for index in range(len(layouts)))
         temporary = reduce(shares, [layout.op_parts for layout in layouts], temporary)
         if cut.context > 1:
-            temporary = temporary + gathered_bytes(self.graph, layouts[-1], moved[-1])
+            gathered = gathered_bytes(self.graph, layouts[-1], moved[-1])
+            temporary = temporary + gathered
         sizes = reduce(shares, parts, sizes)
+        memory = self._lives.memory(sizes, temporary)
+        if cut.context > 1:
+            ahead = self.graph.op_phase == FORWARD
+            kept = np.bincount(self.blocks.of_op[ahead], gathered[ahead], len(self.names)).astype(np.int64)
+            again = np.arange(len(RECOMPUTE))[:, None] == FULL
+            memory = dataclasses.replace(memory, kept_bytes=memory.kept_bytes + np.where(again, 0, kept))
         return _Sized(
             whole=(graph, calls_of(graph, self._host)),
             halves=(split, calls_of(split, self._host)),
@@ -310,7 +317,7 @@ class PricedBlocks:
             tensor_bytes=sizes,
             temporary_bytes=temporary,
             moved_bytes=moved,
-            memory=self._lives.memory(sizes, temporary),
+            memory=memory,
             seconds={},
         )
 

@@ -211,7 +211,8 @@ REFUSED = {
         (DEEPER.replace("embd_pdrop=0.0", "embd_pdrop=0.1"), chain("gpt2", QUARTERS, "1f1b", mesh={}, sharding=0)),
         "dropout between blocks",
     ),
-    "what nothing runs": ((LLAMA, flat("short llama", {"context": 4}, 0, microbatch=8)), "context is not run"),
+    "what nothing runs": ((LLAMA, flat("short llama", {"branch": 4}, 0, microbatch=8)), "branch is not run"),
+    "parts of the positions": ((LLAMA, flat("short llama", {"context": 4}, 0, microbatch=8)), "context"),
 }
 
 

@@ -51,7 +51,10 @@ def test_runs(data, facts):
 
 
 REFUSED = [
-    (flat("llama", {"context": 4}, 0, batch=2), None, "the axis context is not run"),
+    (flat("llama", {"context": 4}, 0, batch=2), ModelFacts(no_context="why"), "no context parallelism: why"),
+    (flat("llama", {"context": 4}, 0, batch=2), ModelFacts(positions=20), "20 positions cannot be cut into 8 parts"),
+    (flat("llama", {"context": 4}, 0, batch=2), ModelFacts(batch_norm=True), "written by parts of the positions"),
+    (chain("llama", HALVES, "1f1b", mesh={"context": 2}, sharding=0), None, "not run in pipelines"),
     (flat("llama", {"branch": 4}, 0, batch=2), None, "the axis branch is not run"),
     (SPREAD, facts_of(no_experts="no module has"), "no module has"),
     (SPREAD, facts_of(experts=3), "does not divide 3"),

@@ -1,0 +1,200 @@
+"""Context parallelism: processes that run the whole model on parts of the positions of the same samples.
+
+What comes before the first block with attention (embeddings, positions, masks) runs on whole sequences, on every process alike,
+so that it is what the plain model computes, whatever code does it. Blocks with attention take their part of every argument;
+what follows them gets parts. Inside of a block only `torch.nn.functional.scaled_dot_product_attention` may mix positions:
+queries of a part attend to the keys and values of all parts, gathered in their order, as in Llama 3 (arXiv 2407.21783, section
+3.3.2) and Transformer Engine (pull request 1060). A cross-entropy takes the targets of the part, after the model has shifted
+them. A part is two runs of positions, one from each half of the sequence, so that causal attention is equal work for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import TorchFunctionMode
+
+from rlplace.errors import InputError
+from rlplace.model.torch_adapter import pytree
+from rlplace.runtime.base.ranks import group_of
+from rlplace.runtime.torch_adapter import all_gather_tensor, counted_losses, reduce_scatter_tensor
+
+
+class Part(NamedTuple):
+    """One of the parts of a sequence: run `number` of its first half, and the run as far from the end of the second."""
+
+    number: int
+    degree: int
+
+    def starts(self, length: int) -> tuple[int, int]:
+        """Returns where its two runs begin in a sequence of so many positions."""
+        run = length // (2 * self.degree)
+        return self.number * run, (2 * self.degree - 1 - self.number) * run
+
+    def of(self, value: torch.Tensor, dim: int) -> torch.Tensor:
+        """Returns its positions of a whole value."""
+        run = value.shape[dim] // (2 * self.degree)
+        return torch.cat([value.narrow(dim, start, run) for start in self.starts(value.shape[dim])], dim)
+
+
+def _whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns all positions (dimension -2) of the parts, in their order."""
+    pairs = [part.chunk(2, -2) for part in parts]
+    return torch.cat([first for first, _ in pairs] + [second for _, second in reversed(pairs)], -2)
+
+
+class _Gather(torch.autograd.Function):
+    """Keys or values of all positions; gradients are summed over the group, each process has that of its part."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
+        ctx.ranks = ranks
+        return _whole(all_gather_tensor(value.contiguous(), 0, group_of(ranks, "context")).chunk(len(ranks)))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        parts = [Part(number, len(ctx.ranks)).of(gradient, -2) for number in range(len(ctx.ranks))]
+        return reduce_scatter_tensor(torch.cat(parts), "sum", 0, group_of(ctx.ranks, "context")), None
+
+
+Gather = Callable[[torch.Tensor], torch.Tensor]
+attention: Any = F.scaled_dot_product_attention
+
+
+class Context:
+    """A model's forward on a part of the positions.
+
+    Args:
+        model: Its blocks' forwards are replaced.
+        attending: By path of the blocks with attention, with the position of the activation among their flat arguments.
+        others: Paths of all other blocks.
+        part: The part.
+        gather: Returns all positions of keys or values (dimension -2) from those of the part.
+    """
+
+    def __init__(
+        self, model: nn.Module, attending: Mapping[str, int], others: Collection[str], part: Part, gather: Gather
+    ) -> None:
+        self._part, self._gather, self._length = part, gather, 0
+        named = (torch.Tensor.view, torch.Tensor.reshape)
+        self._shapes = Replaced({function: partial(self._own_shape, function) for function in named})
+        self.unit = ""
+        self.watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        for path in (*attending, *others):
+            unit = model.get_submodule(path)
+            vars(unit)["forward"] = partial(self._call, path, attending.get(path), unit.forward)
+        vars(model)["forward"] = partial(self._run, model.forward)
+
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._length = 0
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with counted_losses(self._own_targets), self._shapes:
+            return forward(*args, **kwargs)
+
+    def _own_shape(self, function: Callable[..., Any], value: torch.Tensor, *shape: Any) -> torch.Tensor:
+        """Gives a part between blocks the positions of a part, where the model's code names those of its whole inputs."""
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        own = self._length // self._part.degree
+        if own and value.dim() > 1 and value.shape[1] == own and len(sizes) > 1 and sizes[1] == self._length:
+            sizes = sizes[0], own, *sizes[2:]
+        made: torch.Tensor = function(value, *sizes)
+        return made
+
+    def _call(self, path: str, activation: int | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a block; without gradients, as in evaluation, all is whole."""
+        if not torch.is_grad_enabled() or (activation is None and not self._length):
+            return forward(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if not self._length and activation is not None:
+            self._length = leaves[activation].shape[1]
+            if self._length % (2 * self._part.degree):
+                raise InputError(f"native: {uneven(self._length, self._part.degree)}")
+        args, kwargs = pytree.tree_unflatten([self._own(leaf) for leaf in leaves], spec)
+        self.unit = path
+        with Replaced({attention: self._attend}), self.watch:
+            return forward(*args, **kwargs)
+
+    def _own(self, leaf: Any) -> Any:
+        """Returns the part of an argument of a block; of a mask the rows of the queries. Parts stay."""
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+            return leaf
+        if leaf.dim() > 3 and leaf.shape[-1] == self._length:
+            return self._part.of(leaf, -2) if leaf.shape[-2] == self._length else leaf
+        dims = range(1, leaf.dim() - (leaf.dim() > 2)) if leaf.dim() > 1 else (0,)
+        along = next((dim for dim in dims if leaf.shape[dim] == self._length), None)
+        return leaf if along is None else self._part.of(leaf, along)
+
+    def _own_targets(self, kernel: Callable[..., Any], value: torch.Tensor, target: torch.Tensor, *options: Any) -> Any:
+        """Calls a cross-entropy with the targets of the part: flat ones follow samples, then positions."""
+        whole, length = value.shape[0] * self._part.degree, self._length
+        if length and value.dim() == 2 and target.dim() == 1 and len(target) == whole and not whole % length:
+            target = self._part.of(target.view(-1, length), 1).reshape(-1)
+        elif length and value.dim() > 2 and target.dim() > 1 and target.shape[1] == length:
+            target = self._part.of(target, 1)
+        return kernel(value, target, *options)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **how: Any,
+    ) -> torch.Tensor:
+        """Attends from the queries of the part to the keys and values of all positions."""
+        if query.shape[-2] * self._part.degree != self._length or key.shape[-2] != query.shape[-2]:
+            raise InputError(f"native: {self.unit} attends to other positions than its own sequence; plan with context=1")
+        key, value = self._gather(key), self._gather(value)
+        if not is_causal:
+            return attention(query, key, value, attn_mask, dropout_p, **how)
+        made = []
+        for start, rows in zip(self._part.starts(self._length), query.chunk(2, -2), strict=True):
+            end = start + rows.shape[-2]
+            bias = causal_lower_right(rows.shape[-2], end)
+            made.append(attention(rows, key[..., :end, :], value[..., :end, :], bias, dropout_p, **how))
+        return torch.cat(made, -2)
+
+
+class Replaced(TorchFunctionMode):
+    """Calls of other functions in place of torch's.
+
+    Args:
+        functions: By torch's function what is called with its arguments.
+    """
+
+    def __init__(self, functions: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self._functions = functions
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._functions.get(function, function)(*args, **(kwargs or {}))
+
+
+def run_parts(
+    model: nn.Module, attending: Mapping[str, int], others: Collection[str], part: Part, ranks: Sequence[int]
+) -> None:
+    """Makes the forward of a model run on this process's part; the forwards of blocks are replaced."""
+    Context(model, attending, others, part, partial(_gather, ranks=tuple(ranks)))
+
+
+def _gather(value: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
+    made: torch.Tensor = _Gather.apply(value, ranks)  # type: ignore[no-untyped-call]
+    return made
+
+
+def uneven(length: int, degree: int) -> str:
+    """Explains why a sequence of so many positions cannot be cut."""
+    return (
+        f"{length} positions cannot be cut into {2 * degree} parts, two for each process of the context; pad them to a multiple, "
+        "or plan with context=1"
+    )

@@ -1,0 +1,212 @@
+"""Facts about a model's attention, and the check that its forward runs on parts of the positions.
+
+The forward runs on whole sequences, which shows keys and values of every attention. Then it runs on each of two parts with
+these in place of gathered ones. A model that is small enough and has values does so in double precision: its own keys and values
+must be those of the whole, and the loss of the parts must make up that of the whole. Of others shapes are checked, and that no
+block makes positions of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from rlplace.errors import InputError
+from rlplace.model.capture.caches import caches_off
+from rlplace.model.capture.fake import any_dtype_grouped_mm, computed_values, fake_copy, fake_inputs, new_fake_mode
+from rlplace.model.torch_adapter import FakeTensor, pytree
+from rlplace.plan.strategy import MEAN, SUM, TARGETS
+from rlplace.runtime.base.batches import Batch, Targets
+from rlplace.runtime.base.steps import loss_of
+from rlplace.runtime.strategy.blocks import units
+from rlplace.runtime.strategy.context import Context, Part, Replaced, attention, uneven
+from rlplace.runtime.strategy.strategy_model import keyword_inputs
+from rlplace.runtime.strategy.why_not import Conduct
+
+_ALIKE = 1e-6
+"""Difference that is rounding in double precision, relative to the largest value."""
+
+_SINGLE = 30.0
+"""Factor of it in single precision."""
+
+_MAKERS = ("arange", "linspace", "narrow", "__getitem__")
+"""Functions that make positions, or take them from a table of all."""
+
+
+class Attending(NamedTuple):
+    """The attention of a model."""
+
+    units: dict[str, int]  # paths of the blocks with attention, with the position of the activation among their flat arguments
+    others: tuple[str, ...]  # all other blocks
+    positions: int  # of the example inputs
+    whole: list[torch.Tensor]  # keys and values of every attention in turn
+
+
+def attending_units(model: nn.Module, inputs: Batch, blocks: Collection[str] = ()) -> Attending:
+    """Runs a forward and observes its attention.
+
+    Raises:
+        InputError: There is none, or not over the positions (dimension 1) of an activation.
+    """
+    found, whole, running, lengths = dict(units(model, blocks)), list[torch.Tensor](), list[str](), list[int]()
+    calls: dict[str, list[Any]] = {}
+    seen: dict[str, None] = {}
+
+    def enter(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        running.append(path)
+        calls.setdefault(path, pytree.tree_leaves((args, kwargs)))
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any, **how: Any) -> Any:
+        if not running:
+            raise InputError("attention outside of all blocks; name a larger module as block, or plan with context=1")
+        seen[running[-1]] = None
+        lengths.extend((query.shape[-2], key.shape[-2]))
+        whole.extend((key.detach(), value.detach()))
+        return attention(query, key, value, *options, **how)
+
+    hooks = [unit.register_forward_pre_hook(partial(enter, path), with_kwargs=True) for path, unit in found.items()]
+    hooks += [unit.register_forward_hook(lambda *_: running.pop() and None) for unit in found.values()]
+    try:
+        with Replaced({attention: attend}):
+            model(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not seen:
+        raise InputError(
+            "its blocks call no torch.nn.functional.scaled_dot_product_attention; a model of transformers does with "
+            "attn_implementation='sdpa', where it has that"
+        )
+    if len(set(lengths)) > 1:
+        raise InputError(
+            f"its attention is over several sequences, of {' and '.join(map(str, sorted(set(lengths))))} positions"
+        )
+    made = {}
+    for path in seen:
+        places = [
+            n
+            for n, leaf in enumerate(calls[path])
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() == 3 and leaf.shape[1] == lengths[0]
+        ]
+        if not places:
+            raise InputError(f"{path} takes no activation of samples x positions x width")
+        made[path] = places[0]
+    return Attending(made, tuple(path for path in found if path not in made), lengths[0], whole)
+
+
+def observe_attention(model: nn.Module, inputs: Batch, blocks: Collection[str] = ()) -> Attending:
+    """Runs a forward on fake tensors and observes its attention; see `attending_units`."""
+    mode = new_fake_mode()
+    with any_dtype_grouped_mm(), caches_off(model), torch.enable_grad(), mode:
+        return attending_units(fake_copy(model, mode), fake_inputs(dict(inputs), mode), blocks)
+
+
+def context_facts(model: nn.Module, inputs: Any, conduct: Conduct) -> tuple[str | None, int]:
+    """Returns why a model cannot run on parts of the positions (None where it can), and the positions of its inputs.
+
+    Args:
+        model: Real or meta module; it is not changed.
+        inputs: Example inputs of a micro-batch: keyword inputs, or a tuple.
+        conduct: How its loss comes from those of parts. A model that was rehearsed is run with its values, another on fake
+            tensors.
+    """
+    mode, reduction = None if conduct.unseen is None else new_fake_mode(), conduct.reduction
+    if reduction not in (MEAN, SUM, TARGETS):
+        return "its loss is no mean over positions or targets", 0
+    reason = ""
+    for double in (True, False) if mode is None else (False,):  # some models have dtypes of their own
+        try:
+            given: Any = keyword_inputs(model, inputs)
+            if mode is not None:
+                own, given = fake_copy(model, mode), fake_inputs(given, mode)
+            else:
+                own = copy.deepcopy(model, computed_values(model)).eval()
+                own = own.double() if double else own
+                given = pytree.tree_map_only(torch.Tensor, partial(_cast, double=double), given)
+            alike = _ALIKE * (1.0 if double else _SINGLE)
+            with any_dtype_grouped_mm(), caches_off(own), torch.enable_grad(), torch.random.fork_rng([]), mode or nullcontext():
+                return _checked(own, given, reduction, alike)
+        except InputError as error:
+            return str(error).removeprefix("native: "), 0
+        except Exception as error:  # the model's own code runs on parts
+            line = (str(error).strip().splitlines() or [""])[0][:160]
+            reason = f"its forward does not run on a part of the positions ({type(error).__name__}: {line})"
+    return reason, 0
+
+
+def _cast(leaf: torch.Tensor, double: bool) -> torch.Tensor:
+    return leaf.double() if double and leaf.is_floating_point() else leaf
+
+
+def _checked(model: nn.Module, inputs: Batch, reduction: str, alike: float) -> tuple[str | None, int]:
+    found = attending_units(model, inputs)
+    if found.positions % 4:
+        return uneven(found.positions, 2), found.positions
+    whole, total = _loss(model, inputs, reduction)
+    losses = [_part_loss(model, inputs, reduction, found, Part(number, 2), alike) for number in range(2)]
+    if not isinstance(whole, FakeTensor):
+        parts = sum(value * count for value, count in losses) / (1 if reduction == SUM else sum(count for _, count in losses))
+        if not abs(float(parts) - float(whole)) <= alike * max(abs(float(whole)), 1e-3):
+            return f"the loss of two parts of the positions is {float(parts):.6g}, of all {float(whole):.6g}", found.positions
+    return None, found.positions
+
+
+def _loss(model: nn.Module, inputs: Batch, reduction: str) -> tuple[torch.Tensor, float]:
+    with Targets() as targets:
+        value = loss_of(model(**inputs), None).detach()
+    return value, float(targets.count) if reduction == TARGETS and not isinstance(value, FakeTensor) else 1.0
+
+
+def _part_loss(
+    model: nn.Module, inputs: Batch, reduction: str, found: Attending, part: Part, alike: float
+) -> tuple[torch.Tensor, float]:
+    """Returns the loss of a part and its weight."""
+    values, before = iter(found.whole), {path: dict(vars(module)) for path, module in model.named_modules()}
+
+    def gather(value: torch.Tensor) -> torch.Tensor:
+        whole = next(values)
+        wanted = part.of(whole, -2)
+        if value.shape != wanted.shape:
+            raise InputError(f"{context.unit}: keys and values of a part have other shapes than a part of those of the whole")
+        if not isinstance(value, FakeTensor) and (value.detach() - wanted).abs().max() > alike * wanted.abs().max():
+            raise InputError(f"{context.unit}: keys and values of a part are no part of those of the whole, so positions mix")
+        return whole
+
+    made = _Made(found.positions // part.degree)
+    context = Context(model, found.units, found.others, part, gather)
+    try:
+        value, count = _loss(model, inputs, reduction)
+        if isinstance(value, FakeTensor):
+            context.watch = made
+            values = iter(found.whole)
+            _loss(model, inputs, reduction)
+            if made.found is not None:
+                raise InputError(f"{made.found} inside of a block makes positions anew, which a part would number from 0")
+        return value, count
+    finally:
+        for path, module in model.named_modules():
+            vars(module).clear()
+            vars(module).update(before[path])
+
+
+class _Made(TorchFunctionMode):
+    """Names of functions that make values of so many positions from others."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length, self.found = length, None
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made, name = function(*args, **(kwargs or {})), str(getattr(function, "__name__", ""))
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        new = isinstance(made, torch.Tensor) and self._length in made.shape and name in _MAKERS
+        if new and not any(self._length in leaf.shape for leaf in given):
+            self.found = self.found or name
+        return made

@@ -1,0 +1,116 @@
+"""Processes that run on parts of the positions give the loss, the gradients and the trained parameters of the plain model."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from rlplace.plan.strategy import TARGETS, Strategy
+from rlplace.runtime.base.model import Batching
+from rlplace.runtime.state.whole import whole_tensor
+from rlplace.runtime.strategy.run import prepare
+from tests.runtime import small_models
+from tests.runtime.job.launch import run
+from tests.runtime.strategy.native_worker import difference
+
+pytest.importorskip("transformers")
+
+BATCH, LENGTH = 8, 16
+
+
+def double_loss(logits, labels, vocab_size, shifts=True, **_):
+    """The loss of transformers, which is computed in single precision there."""
+    labels = F.pad(labels, (0, 1), value=-100)[..., 1:] if shifts else labels
+    return F.cross_entropy(logits.view(-1, vocab_size), labels.reshape(-1))
+
+
+def causal(module):
+    module.loss_function = double_loss
+    return module
+
+
+MODELS = {
+    "llama": lambda: causal(small_models.llama(layers=2)[0]),
+    "gpt2": lambda: causal(small_models.gpt2(n_head=4)[0]),
+    "bert": lambda: small_models.bert()[0],
+}
+
+
+def make(name):
+    torch.manual_seed(0)
+    return MODELS[name]().double().train()
+
+
+def batch(name):
+    draws = torch.Generator().manual_seed(1)
+    ids, lengths = (
+        torch.randint(1, 64, (BATCH, LENGTH), generator=draws),
+        torch.randint(3, LENGTH + 1, (BATCH, 1), generator=draws),
+    )
+    held = torch.arange(LENGTH) < lengths
+    made = {"input_ids": ids, "labels": torch.where(held, ids, -100)}
+    return made if name == "gpt2" else made | {"attention_mask": held.long()}
+
+
+def plan(mesh, sharding=0, microbatches=1, recompute=None):
+    degree = mesh.get("replicate", 1) * mesh.get("shard", 1)
+    return {"mesh": mesh, "sharding": sharding, "microbatches": microbatches, "recompute": recompute, "degree": degree}
+
+
+CASES = {
+    "copies of four parts": ("gpt2", plan({"context": 4})),
+    "copies, recomputed": ("llama", plan({"replicate": 2, "context": 2}, microbatches=2, recompute="full")),
+    "shares, padded": ("llama", plan({"shard": 2, "context": 2}, 3, recompute="selective")),
+    "shares, full attention, padded": ("bert", plan({"shard": 2, "context": 2}, 1, microbatches=2)),
+    "tensor groups": ("llama", plan({"context": 2, "tensor": 2})),
+}
+
+
+def strategy(name, mesh, sharding, microbatches, recompute, degree):
+    from rlplace.runtime.strategy.blocks import block_names
+
+    blocks = block_names(make(name))
+    stage = {"blocks": list(blocks), "devices": [0, 1, 2, 3], "mesh": mesh, "sharding": sharding}
+    stage["recompute"] = {block: recompute for block in blocks if block[-1].isdigit()} if recompute else {}
+    sizes = {"batch": BATCH, "microbatch": [BATCH // degree // microbatches], "microbatches": [microbatches]}
+    return Strategy.from_dict({**sizes, "stages": [stage], "reduction": TARGETS})
+
+
+def steps_of(model, inputs):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # no state that enlarges gradients of rounding
+    for step in range(3):
+        optimizer.zero_grad()
+        value = model(**inputs).loss
+        value.backward()
+        if not step:
+            gradients = {name: whole_tensor(p.grad) for name, p in model.named_parameters()}
+            first = value.item()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    return first, gradients, {name: whole_tensor(p.detach()) for name, p in model.named_parameters()}, logits
+
+
+def parts():
+    found = {}
+    for case, (name, options) in CASES.items():
+        made = strategy(name, **options)
+        inputs = {key: value[: made.pipelines[0].microbatch[0]] for key, value in batch(name).items()}
+        model = prepare(make(name), made, inputs, batching=Batching("global", (), TARGETS))
+        found[case] = steps_of(model, batch(name))
+    return found
+
+
+@pytest.mark.slow
+def test_parts_of_the_positions_train_as_the_plain_model():
+    wanted = {name: steps_of(make(name), batch(name)) for name in MODELS}
+    for found in run(4, parts):
+        for case, (loss, gradients, parameters, logits) in found.items():
+            expected = wanted[CASES[case][0]]
+            figures = {
+                "loss": abs(loss - expected[0]), "gradients": difference(gradients, expected[1]),
+                "parameters": difference(parameters, expected[2]), "logits": float((logits - expected[3]).abs().max()),
+            }  # fmt: skip
+            # Norms of llama compute in single precision, and gradients that counts of targets scale round otherwise there.
+            limit = 1e-5 if CASES[case][0] == "llama" else 1e-8
+            assert max(figures.values()) < limit, (case, figures)

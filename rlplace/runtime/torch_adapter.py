@@ -16,11 +16,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+# Collectives that dispatch modes see, so that selective recomputation keeps their results.
+from torch.distributed import _functional_collectives as _collectives
+
 # `replicate` on the code of `fully_shard`, for one mesh dimension: pytorch #152710, #158207.
 from torch.distributed._composable.replicate_with_fsdp import replicate
-
-# Collectives that dispatch modes see, so that selective recomputation keeps their results.
-from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 
 # An all-to-all of parts of unlike sizes with a backward, which selective recomputation knows: pytorch #123599, #168140.
 from torch.distributed._functional_collectives import all_to_all_single_autograd as all_to_all
@@ -49,13 +49,16 @@ from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 # `torch.func.functional_call` calls the module, whose forward is replaced here.
 from torch.nn.utils.stateless import _reparametrize_module as with_parameters
 
+# Makes no calls of the modes around it: none can make a `CausalBias`.
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
 __all__ = [
     "BatchNorm",
     "DropoutNd",
     "NormBase",
     "NormOfGroup",
     "StridedShard",
-    "all_gather_tensor",
+    "all_gather",
     "all_to_all",
     "assign_attribute",
     "broadcast_in_buckets",
@@ -66,13 +69,19 @@ __all__ = [
     "functionalized",
     "joined_parameter_groups",
     "reduce_in_order",
-    "reduce_scatter_tensor",
+    "reduce_scatter",
     "replicate",
     "to_functional",
     "truncated_normal",
     "with_parameters",
     "without_mkldnn",
+    "without_modes",
 ]
+
+
+# torch 2.13 has other words for them.
+all_gather: Any = getattr(_collectives, "all_gather_single", None) or _collectives.all_gather_tensor
+reduce_scatter: Any = getattr(_collectives, "reduce_scatter_single", None) or _collectives.reduce_scatter_tensor
 
 
 class NormOfGroup(BatchNorm):

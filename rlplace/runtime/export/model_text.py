@@ -95,6 +95,8 @@ def _lacks(planned: Planned, model: nn.Module) -> Iterator[str]:
         )
     if first.expert > 1:
         yield "experts are spread by an all-to-all of rlplace's, which the script has not: plan with expert=1"
+    if first.axis("context") > 1:
+        yield "processes divide positions (context), which the script does not"
     if pipeline.unlike_meshes:
         yield "stages have unlike meshes, which torch's stages do not connect: place with --space pipeline=1"
     if len(set(pipeline.microbatch)) > 1 or len(set(pipeline.microbatches)) > 1:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from rlplace.errors import InputError
 from rlplace.model.torch_adapter import pytree
 from rlplace.runtime.base.ranks import group_of
-from rlplace.runtime.torch_adapter import all_gather_tensor, counted_losses, reduce_scatter_tensor
+from rlplace.runtime.torch_adapter import all_gather, counted_losses, reduce_scatter, without_modes
 
 
 class Part(NamedTuple):
@@ -50,18 +50,18 @@ def _whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([first for first, _ in pairs] + [second for _, second in reversed(pairs)], -2)
 
 
-class _Gather(torch.autograd.Function):
+class _GatherPositions(torch.autograd.Function):
     """Keys or values of all positions; gradients are summed over the group, each process has that of its part."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
         ctx.ranks = ranks
-        return _whole(all_gather_tensor(value.contiguous(), 0, group_of(ranks, "context")).chunk(len(ranks)))
+        return _whole(all_gather(value.contiguous(), 0, group_of(ranks, "context")).chunk(len(ranks)))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         parts = [Part(number, len(ctx.ranks)).of(gradient, -2) for number in range(len(ctx.ranks))]
-        return reduce_scatter_tensor(torch.cat(parts), "sum", 0, group_of(ctx.ranks, "context")), None
+        return reduce_scatter(torch.cat(parts), "sum", 0, group_of(ctx.ranks, "context")), None
 
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
@@ -160,7 +160,8 @@ class Context:
         made = []
         for start, rows in zip(self._part.starts(self._length), query.chunk(2, -2), strict=True):
             end = start + rows.shape[-2]
-            bias = causal_lower_right(rows.shape[-2], end)
+            with without_modes():
+                bias = causal_lower_right(rows.shape[-2], end)
             made.append(attention(rows, key[..., :end, :], value[..., :end, :], bias, dropout_p, **how))
         return torch.cat(made, -2)
 
@@ -188,13 +189,13 @@ def run_parts(
 
 
 def _gather(value: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
-    made: torch.Tensor = _Gather.apply(value, ranks)  # type: ignore[no-untyped-call]
+    made: torch.Tensor = _GatherPositions.apply(value, ranks)  # type: ignore[no-untyped-call]
     return made
 
 
 def uneven(length: int, degree: int) -> str:
     """Explains why a sequence of so many positions cannot be cut."""
     return (
-        f"{length} positions cannot be cut into {2 * degree} parts, two for each process of the context; pad them to a multiple, "
-        "or plan with context=1"
+        f"{length} positions cannot be cut into {2 * degree} parts, two for each process of the context; pad them to a "
+        "multiple, or plan with context=1"
     )

@@ -1,9 +1,9 @@
 """Facts about a model's attention, and the check that its forward runs on parts of the positions.
 
 The forward runs on whole sequences, which shows keys and values of every attention. Then it runs on each of two parts with
-these in place of gathered ones. A model that is small enough and has values does so in double precision: its own keys and values
-must be those of the whole, and the loss of the parts must make up that of the whole. Of others shapes are checked, and that no
-block makes positions of its own.
+these in place of gathered ones. A model that is small enough and has values does so in double precision: its own keys and
+values must be those of the whole, and the loss of the parts must make up that of the whole. Of others shapes are checked, and
+that no block makes positions of its own.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _checked(model: nn.Module, inputs: Batch, reduction: str, alike: float) -> t
     found = attending_units(model, inputs)
     if found.positions % 4:
         return uneven(found.positions, 2), found.positions
-    whole, total = _loss(model, inputs, reduction)
+    whole, _ = _loss(model, inputs, reduction)
     losses = [_part_loss(model, inputs, reduction, found, Part(number, 2), alike) for number in range(2)]
     if not isinstance(whole, FakeTensor):
         parts = sum(value * count for value, count in losses) / (1 if reduction == SUM else sum(count for _, count in losses))
@@ -201,7 +201,8 @@ class _Made(TorchFunctionMode):
 
     def __init__(self, length: int) -> None:
         super().__init__()
-        self._length, self.found = length, None
+        self._length = length
+        self.found: str | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made, name = function(*args, **(kwargs or {})), str(getattr(function, "__name__", ""))

@@ -18,7 +18,7 @@ from rlplace.plan.strategy import Pipeline, Strategy
 from rlplace.runtime.base.ranks import gather_objects
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
-"""Axes of the mesh, outermost first; the context is part of the axis that gradients are reduced over, at level 0 `replicate`."""
+"""Axes of the mesh, outermost first; the context lies in `shard`, at level 0 in `replicate`, whose gradients are reduced."""
 
 EXPERT_AXES = ("pipeline", "replicate", "expert_shard", "expert")
 """Axes of the parameters of experts: processes that share the same ones are as far apart as the expert group is large."""

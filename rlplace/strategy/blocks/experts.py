@@ -5,10 +5,10 @@ a router has sorted. Every device of an expert group holds some experts and work
 on average as many as it had itself, but on the busiest one `IMBALANCE` times as many. A tensor group inside of it divides its
 tokens, which all of its devices have, instead of the experts' matrices, as torchtitan does (its `ReordererSequenceParallel`).
 
-In a context group what comes before the first block with attention works on whole sequences, all else on a part
-(`rlplace.runtime.strategy.context`): fused attention gathers the keys and values of all devices, keeps them for the backward and
-reduces their gradients. A device has two parts, one from each half of the sequence, so that a causal mask leaves all devices
-equal work. The capture has the dimensions along the sequence (`rlplace.strategy.layouts.forward_ops`).
+In a context group what comes before the first block with attention works on whole sequences, what follows on a part
+(`rlplace.runtime.strategy.context`): fused attention gathers the keys and values of all devices, keeps them for the backward
+and reduces their gradients. A device has two parts, one from each half of the sequence, so that a causal mask leaves all
+devices equal work. The capture has the dimensions along the sequence (`rlplace.strategy.layouts.forward_ops`).
 """
 
 from __future__ import annotations
@@ -183,13 +183,8 @@ def context_layout(ops: ForwardOps, degree: int, routed: NDArray[np.bool_]) -> T
     held = np.isin(graph.tensor_role, (PARAMETER, BUFFER, GRADIENT))
     before = min(int(ops.given[op]) for op in _attention(ops))
     whole_op = (graph.op_phase == FORWARD) & (ops.given < before)
-    whole_tensor = (graph.tensor_producer >= 0) & whole_op[np.maximum(graph.tensor_producer, 0)]
     for tensor, sizes in indices.axes.items():
-        if (
-            not held[tensor]
-            and not whole_tensor[tensor]
-            and any(ops.runs_along(tensor, axis) == ROW for axis in range(len(sizes)))
-        ):
+        if not held[tensor] and any(ops.runs_along(tensor, axis) == ROW for axis in range(len(sizes))):
             tensor_parts[tensor] = degree
     for op in np.flatnonzero(graph.op_phase == FORWARD).tolist():
         if whole_op[op]:

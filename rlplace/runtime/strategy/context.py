@@ -77,6 +77,11 @@ class Context:
         others: Paths of all other blocks.
         part: The part.
         gather: Returns all positions of keys or values (dimension -2) from those of the part.
+
+    Attributes:
+        unit: The block that runs, or ran last.
+        by_positions: Of every cross-entropy whether its targets were cut.
+        watch: What blocks run inside of.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class Context:
         self._part, self._gather, self._length = part, gather, 0
         named = (torch.Tensor.view, torch.Tensor.reshape)
         self._shapes = Replaced({function: partial(self._own_shape, function) for function in named})
-        self.unit = ""
+        self.unit, self.by_positions = "", list[bool]()
         self.watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         for path in (*attending, *others):
             unit = model.get_submodule(path)
@@ -134,11 +139,12 @@ class Context:
 
     def _own_targets(self, kernel: Callable[..., Any], value: torch.Tensor, target: torch.Tensor, *options: Any) -> Any:
         """Calls a cross-entropy with the targets of the part: flat ones follow samples, then positions."""
-        whole, length = value.shape[0] * self._part.degree, self._length
+        whole, length, given = value.shape[0] * self._part.degree, self._length, target
         if length and value.dim() == 2 and target.dim() == 1 and len(target) == whole and not whole % length:
             target = self._part.of(target.view(-1, length), 1).reshape(-1)
         elif length and value.dim() > 2 and target.dim() > 1 and target.shape[1] == length:
             target = self._part.of(target, 1)
+        self.by_positions.append(target is not given)
         return kernel(value, target, *options)
 
     def _attend(

@@ -2,8 +2,8 @@
 
 The forward runs on whole sequences, which shows keys and values of every attention. Then it runs on each of two parts with
 these in place of gathered ones. A model that is small enough and has values does so in double precision: its own keys and
-values must be those of the whole, and the loss of the parts must make up that of the whole. Of others shapes are checked, and
-that no block makes positions of its own.
+values must be those of the whole, and the loss of the parts must make up that of the whole. Of others shapes are checked, that
+no block makes positions of its own or mixes them, and that all cross-entropies have a target a position.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ _SINGLE = 30.0
 
 _MAKERS = ("arange", "linspace", "narrow", "__getitem__")
 """Functions that make positions, or take them from a table of all."""
+
+_MIXERS = ("conv1d", "cumsum", "cumprod", "logcumsumexp", "flip", "roll", "lstm", "gru")
+"""Functions that mix neighbours, along whichever dimension."""
+
+_SUMS = ("mean", "sum", "amax", "max", "var", "norm", "adaptive_avg_pool1d", "select")
+"""Functions that leave the positions away where they work along them."""
 
 
 class Attending(NamedTuple):
@@ -150,7 +156,8 @@ def _checked(model: nn.Module, inputs: Batch, reduction: str, alike: float) -> t
     if found.positions % 4:
         return uneven(found.positions, 2), found.positions
     whole, _ = _loss(model, inputs, reduction)
-    losses = [_part_loss(model, inputs, reduction, found, Part(number, 2), alike) for number in range(2)]
+    numbers = range(1 if isinstance(whole, FakeTensor) else 2)
+    losses = [_part_loss(model, inputs, reduction, found, Part(number, 2), alike) for number in numbers]
     if not isinstance(whole, FakeTensor):
         parts = sum(value * count for value, count in losses) / (1 if reduction == SUM else sum(count for _, count in losses))
         if not abs(float(parts) - float(whole)) <= alike * max(abs(float(whole)), 1e-3):
@@ -179,16 +186,15 @@ def _part_loss(
             raise InputError(f"{context.unit}: keys and values of a part are no part of those of the whole, so positions mix")
         return whole
 
-    made = _Made(found.positions // part.degree)
-    context = Context(model, found.units, found.others, part, gather)
+    context, mixes = Context(model, found.units, found.others, part, gather), _Mixes(found.positions // part.degree)
+    if isinstance(found.whole[0], FakeTensor):
+        context.watch = mixes
     try:
         value, count = _loss(model, inputs, reduction)
-        if isinstance(value, FakeTensor):
-            context.watch = made
-            values = iter(found.whole)
-            _loss(model, inputs, reduction)
-            if made.found is not None:
-                raise InputError(f"{made.found} inside of a block makes positions anew, which a part would number from 0")
+        if mixes.found is not None:
+            raise InputError(f"{context.unit} and others call {mixes.found}, which makes positions anew or mixes them")
+        if isinstance(value, FakeTensor) and not (context.by_positions and all(context.by_positions)):
+            raise InputError("its loss is no cross-entropy with a target a position, and it is too large to be run for others")
         return value, count
     finally:
         for path, module in model.named_modules():
@@ -196,8 +202,8 @@ def _part_loss(
             vars(module).update(before[path])
 
 
-class _Made(TorchFunctionMode):
-    """Names of functions that make values of so many positions from others."""
+class _Mixes(TorchFunctionMode):
+    """The first function that makes values of so many positions, mixes them, or takes sums over them."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -207,7 +213,9 @@ class _Made(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made, name = function(*args, **(kwargs or {})), str(getattr(function, "__name__", ""))
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        new = isinstance(made, torch.Tensor) and self._length in made.shape and name in _MAKERS
-        if new and not any(self._length in leaf.shape for leaf in given):
-            self.found = self.found or name
+        if isinstance(made, torch.Tensor):
+            before, after = any(self._length in leaf.shape for leaf in given), self._length in made.shape
+            mixes = before and made.requires_grad and (name in _MIXERS or (name in _SUMS and not after))
+            if mixes or (after and not before and name in _MAKERS):
+                self.found = self.found or name
         return made

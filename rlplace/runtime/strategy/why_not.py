@@ -262,8 +262,6 @@ def _context(pipeline: Pipeline, stage: Stage, facts: ModelFacts) -> Iterator[st
         )
     if len(pipeline.stages) > 1:
         yield "the axis context is not run in pipelines yet; plan with context=1 or pipeline=1"
-    if stage.expert > 1:
-        yield "the axis context was not compared with spread experts yet; plan with context=1 or expert=1"
     if stage.sequence_parallel:
         yield "the axis context was not compared with sequence_parallel, which splits positions again; plan without one of them"
     conduct = facts.conduct or Conduct()

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from rlplace.plan.strategy import TARGETS, Strategy
 from rlplace.runtime.base.model import Batching
 from rlplace.runtime.state.whole import whole_tensor
+from rlplace.runtime.strategy.context_facts import context_facts
 from rlplace.runtime.strategy.run import prepare
+from rlplace.runtime.strategy.why_not import Conduct
 from tests.runtime import small_models
 from tests.runtime.job.launch import run
 from tests.runtime.strategy.native_worker import difference
@@ -114,3 +117,52 @@ def test_parts_of_the_positions_train_as_the_plain_model():
             # Norms of llama compute in single precision, and gradients that counts of targets scale round otherwise there.
             limit = 1e-5 if CASES[case][0] == "llama" else 1e-8
             assert max(figures.values()) < limit, (case, figures)
+
+
+class Block(nn.Module):
+    """Attention of one head, with something besides."""
+
+    def __init__(self, besides):
+        super().__init__()
+        self.products, self.besides = nn.Linear(8, 24), besides
+
+    def forward(self, x):
+        if self.besides == "positions":
+            x = x + torch.arange(x.shape[1], dtype=x.dtype)[:, None] / 10
+        if self.besides == "mean":
+            x = x + x.mean(1, keepdim=True)
+        if self.besides == "neighbours":
+            x = x + x.roll(1, 1)
+        return x + F.scaled_dot_product_attention(*self.products(x).chunk(3, -1), is_causal=True)
+
+
+class Own(nn.Module):
+    """A model whose loss is over positions, or over samples."""
+
+    def __init__(self, besides=""):
+        super().__init__()
+        self.embed, self.places, self.layers = nn.Embedding(9, 8), nn.Embedding(8, 8), nn.ModuleList([Block(besides)])
+        self.head, self.besides = nn.Linear(8, 9), besides
+
+    def forward(self, input_ids):
+        x = self.head(self.layers[0](self.embed(input_ids) + self.places(torch.arange(input_ids.shape[1]))))
+        if self.besides == "first":
+            return F.cross_entropy(x[:, 0], input_ids[:, 0])
+        return F.cross_entropy(x.flatten(0, 1), input_ids.roll(-1, 1).flatten())
+
+
+@pytest.mark.parametrize("unseen", [None, "too large"])
+@pytest.mark.parametrize("besides", ["", "positions", "mean", "neighbours", "first"])
+def test_what_mixes_positions_is_refused_by_values_and_by_ops(besides, unseen):
+    torch.manual_seed(0)
+    inputs = {"input_ids": torch.randint(0, 9, (2, 8))}
+    reason, positions = context_facts(Own(besides), inputs, Conduct(reduction=TARGETS, unseen=unseen))
+    assert (reason is None) == (besides == ""), reason
+    assert besides or positions == 8
+
+
+def test_packed_documents_and_positions_are_those_of_the_whole():
+    torch.manual_seed(0)
+    ids, places = torch.randint(1, 64, (2, 8)), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 1]])
+    inputs = {"input_ids": ids, "labels": ids, "position_ids": places}
+    assert context_facts(small_models.llama(layers=2)[0], inputs, Conduct(reduction=TARGETS)) == (None, 8)

@@ -236,8 +236,6 @@ def _experts(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
         yield f"the expert degree {degrees[-1]} does not divide {facts.experts}, what mixtures of experts have in common"
     if len(degrees) > 1:
         yield "stages of unlike expert degrees are not run yet; give all the same"
-    if any(stage.axis("context") > 1 for stage in stages):
-        yield "spread experts of parts of a sequence were never compared with the plain model; plan with context=1 or expert=1"
     if any(stage.sequence_parallel for stage in stages):
         yield "spread experts take the whole sequence of a tensor group; plan without sequence_parallel or with expert=1"
     if any(stage.sharding == 0 and stage.axis("tensor") != stage.expert for stage in stages):

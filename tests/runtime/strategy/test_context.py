@@ -13,7 +13,7 @@ from rlplace.runtime.strategy.run import prepare
 from rlplace.runtime.strategy.why_not import Conduct
 from tests.runtime import small_models
 from tests.runtime.job.launch import run
-from tests.runtime.strategy.native_worker import difference
+from tests.runtime.strategy.native_worker import difference, mixture
 
 pytest.importorskip("transformers")
 
@@ -34,6 +34,7 @@ def causal(module):
 MODELS = {
     "llama": lambda: causal(small_models.llama(layers=2)[0]),
     "gpt2": lambda: causal(small_models.gpt2(n_head=4)[0]),
+    "mixtral": lambda: causal(mixture("mixtral", num_local_experts=4)),
     "bert": lambda: small_models.bert()[0],
 }
 
@@ -54,9 +55,16 @@ def batch(name):
     return made if name == "gpt2" else made | {"attention_mask": held.long()}
 
 
-def plan(mesh, sharding=0, microbatches=1, recompute=None):
+def plan(mesh, sharding=0, microbatches=1, recompute=None, expert=1):
     degree = mesh.get("replicate", 1) * mesh.get("shard", 1)
-    return {"mesh": mesh, "sharding": sharding, "microbatches": microbatches, "recompute": recompute, "degree": degree}
+    return {
+        "mesh": mesh,
+        "sharding": sharding,
+        "microbatches": microbatches,
+        "recompute": recompute,
+        "degree": degree,
+        "expert": expert,
+    }
 
 
 CASES = {
@@ -64,15 +72,17 @@ CASES = {
     "copies, recomputed": ("llama", plan({"replicate": 2, "context": 2}, microbatches=2, recompute="full")),
     "shares, padded": ("llama", plan({"shard": 2, "context": 2}, 3, recompute="selective")),
     "shares, full attention, padded": ("bert", plan({"shard": 2, "context": 2}, 1, microbatches=2)),
+    "experts of parts": ("mixtral", plan({"shard": 2, "context": 2}, 3, recompute="full", expert=4)),
+    "experts of parts of all": ("mixtral", plan({"shard": 2, "context": 2}, 1, microbatches=2, expert=2)),
     "tensor groups": ("llama", plan({"context": 2, "tensor": 2})),
 }
 
 
-def strategy(name, mesh, sharding, microbatches, recompute, degree):
+def strategy(name, mesh, sharding, microbatches, recompute, degree, expert):
     from rlplace.runtime.strategy.blocks import block_names
 
     blocks = block_names(make(name))
-    stage = {"blocks": list(blocks), "devices": [0, 1, 2, 3], "mesh": mesh, "sharding": sharding}
+    stage = {"blocks": list(blocks), "devices": [0, 1, 2, 3], "mesh": mesh, "sharding": sharding, "expert": expert}
     stage["recompute"] = {block: recompute for block in blocks if block[-1].isdigit()} if recompute else {}
     sizes = {"batch": BATCH, "microbatch": [BATCH // degree // microbatches], "microbatches": [microbatches]}
     return Strategy.from_dict({**sizes, "stages": [stage], "reduction": TARGETS})
@@ -115,7 +125,7 @@ def test_parts_of_the_positions_train_as_the_plain_model():
                 "parameters": difference(parameters, expected[2]), "logits": float((logits - expected[3]).abs().max()),
             }  # fmt: skip
             # Norms of llama compute in single precision, and gradients that counts of targets scale round otherwise there.
-            limit = 1e-5 if CASES[case][0] == "llama" else 1e-8
+            limit = 1e-5 if CASES[case][0] in ("llama", "mixtral") else 1e-8
             assert max(figures.values()) < limit, (case, figures)
 
 

@@ -55,6 +55,7 @@ FEW = (
 
 Plan = Callable[[Sequence[str]], dict[str, Any]]
 HOW = ("", "full", "selective")
+SPREAD, MIXTURES = "experts", ("mixtral", "qwen3_moe", "gpt_oss")
 
 
 def _layers(blocks: Sequence[str]) -> list[str]:
@@ -126,10 +127,31 @@ def plans() -> Iterator[tuple[str, str, Plan]]:
     yield "PP zbv+TP+SP", "", _chain(2, 2, "zbv", {"replicate": 2, "tensor": 2}, 0, sequence_parallel=True)
 
 
+def spread_plans() -> Iterator[tuple[str, str, Plan]]:
+    """Yields the same of strategies that spread experts."""
+    pair, four, both = {"shard": 2, "tensor": 2}, {"shard": 4}, {"replicate": 2, "shard": 4}
+    for how in HOW:
+        more = f" {how}" if how else ""
+        yield f"EP 4+FSDP 3{more}", SPREAD, _flat({"shard": 8}, 3, recompute=how, expert=4)
+        yield f"EP 2+FSDP 1{more}", SPREAD, _flat({"shard": 8}, 1, recompute=how, expert=2)
+        yield f"EP 4+hybrid{more}", SPREAD, _flat(both, 2, recompute=how, expert=4)
+        yield f"EP 2+TP{more}", SPREAD, _flat({"replicate": 4, "tensor": 2}, 0, recompute=how, expert=2)
+        yield f"EP 4+TP+FSDP{more}", SPREAD, _flat({"shard": 4, "tensor": 2}, 3, recompute=how, expert=4)
+        yield f"PP+EP 4+FSDP{more}", SPREAD, _chain(2, 1, "1f1b", four, 1, recompute=how, expert=4)
+        yield f"PP zbv+EP 2+FSDP{more}", SPREAD, _chain(2, 2, "zbv", four, 1, recompute=how, expert=2)
+        yield f"PP+EP 4+TP+FSDP{more}", SPREAD, _chain(2, 1, "1f1b", pair, 1, recompute=how, expert=4)
+
+
+def _plans_for(kind: str) -> Iterator[tuple[str, str, Plan]]:
+    yield from plans()
+    if kind in MIXTURES:
+        yield from spread_plans()
+
+
 def cells(kind: str) -> dict[str, dict[str, Any]]:
     """Makes the strategies of a model by name."""
     blocks = _blocks(kind)
-    return {f"{column}|{how}": plan(blocks) for column, how, plan in plans()}
+    return {f"{column}|{how}": plan(blocks) for column, how, plan in _plans_for(kind)}
 
 
 def _blocks(kind: str) -> tuple[str, ...]:
@@ -239,7 +261,7 @@ def holds(row: Mapping[str, Any]) -> bool:
 def rows() -> list[Row]:
     """Reads what was found last, by model and cell."""
     found = {(row["kind"], row["cell"]): row for row in read_rows(ROWS)}
-    order = [(kind, f"{column}|{how}") for kind in KINDS for column, how, _ in plans()]
+    order = [(kind, f"{column}|{how}") for kind in KINDS for column, how, _ in _plans_for(kind)]
     return [found[key] for key in order if key in found]
 
 
@@ -261,7 +283,7 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
     parts = [replaced(text, r"(?m)^\d+ cells: .*$", summary)]
     reasons = list(dict.fromkeys(_short(row["refused"]) for row in refused))
     for title, hows in (("Plain", ("",)), ("Recomputed: full", ("full",)), ("Recomputed: selective", ("selective",)),
-                        ("In host memory", ("offload",))):  # fmt: skip
+                        ("In host memory", ("offload",)), ("Experts over devices", (SPREAD,))):  # fmt: skip
         if shown := [row for row in rows if row["cell"].rpartition("|")[2] in hows]:
             parts.append(_table(title, shown, reasons))
     parts.append("## Refused\n\n" + "\n".join(f"{n}. {reason}." for n, reason in enumerate(reasons, 1)) + "\n")

@@ -144,6 +144,16 @@ KINDS = {
         _images, _square,
     ),
     "mixtral": Kind(_causal("Mixtral", **SIZES, num_key_value_heads=4, intermediate_size=64, **EXPERTS), *TEXT),
+    "qwen3_moe": Kind(
+        _causal(
+            "Qwen3Moe", **SIZES, num_key_value_heads=4, head_dim=8, num_experts=4, moe_intermediate_size=16,
+            num_experts_per_tok=2, experts_implementation="batched_mm",
+        ),
+        *TEXT,
+    ),
+    "gpt_oss": Kind(
+        _causal("GptOss", **SIZES, num_key_value_heads=4, head_dim=8, intermediate_size=16, **EXPERTS), *TEXT
+    ),
     "mlp": Kind(_mlp, _vectors, _square),
     "resnet": Kind(_ResNet, _images, _square),
     "opt": Kind(

@@ -36,7 +36,8 @@ def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
         )
     show_step(plan.strategy, predicted)
     quickest = quickest_of(rivals)
-    if quickest is not rivals[0] and quickest.step_time_s is not None:
+    near = quickest.step_time_s is not None and 1.01 * quickest.step_time_s >= predicted.step_s  # else its time is an estimate
+    if near and quickest.words != rivals[0].words and quickest.step_time_s is not None:
         takes = f"{ms(quickest.step_time_s)} ms ({percent(1.0 - quickest.step_time_s / predicted.step_s)} less)"
         print(f"the simplest within 1 % of the quickest, which takes {takes}: {quickest.words}")
     print()

@@ -178,3 +178,11 @@ def test_a_plan_carries_its_layouts_and_another_model_refuses_them():
             graph, parse("a100-80g:2"), graph.samples, space=Space.parse("tensor=2 replicate=1"), why_not=judged, calls=20,
             only=dict(runs) | {"model.norm": "column"},
         )  # fmt: skip
+
+
+def test_adapters_are_priced_as_they_run():
+    """Products that no gradient reaches, before the first adapter, are cut by columns as all others."""
+    pytest.importorskip("peft")
+    _, graph, facts = asked(f"hf:llama,{SMALL},num_key_value_heads=8,lora.r=16,lora.targets=q_proj+v_proj")
+    _, runs = judge(facts)
+    assert PricedBlocks(graph, "a100-40g:2", only=runs).why_not(Cut(graph.samples, 2)) is None

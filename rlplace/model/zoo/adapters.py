@@ -22,7 +22,8 @@ def with_options(model: str, lora: str | None, quantize: str | None) -> str:
     if not model.startswith("hf:"):
         own = "peft.get_peft_model(...)" if lora else "rlplace.model.quantize.quantize(...)"
         raise InputError(
-            f"--{'lora' if lora else 'quantize'} is for hf: models, found {show(model, 80)}; let your function return {own}"
+            f"--{'lora' if lora else 'quantize'} is for hf: models, found {show(model, 80)}; name a configuration's file by "
+            f"hf:PATH, or let your function return {own}"
         )
     parts = [f"lora.{part}" for part in (lora or "").split(",") if part]
     return ",".join([model, *parts, *([f"quantize={quantize}"] if quantize else ())])

@@ -102,8 +102,10 @@ def load_model(
     kind, colon, rest = spec.partition(":")
     fixed: int | None = None
     if not colon or not rest or not kind:
+        file = spec.partition(",")[0]
+        like = f"hf:{file}" if file.endswith(".json") or "/" in file else "hf:gpt2"
         raise InputError(
-            f"model {show(spec, 120)}: expected hf:TYPE, zoo:NAME, package.module:function or file.py:function, as in hf:gpt2"
+            f"model {show(spec, 120)}: expected hf:TYPE, zoo:NAME, package.module:function or file.py:function, as in {like}"
         )
     if kind == "hf":
         from rlplace.model.zoo.transformers import load_transformers

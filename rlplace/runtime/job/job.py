@@ -135,6 +135,7 @@ def train(
     build = partial(known.build, "cpu", options.seed, batch=microbatch_of(plan, recipe.batch))
     loaded = build() if options.verify or plan.strategy is None else _build_later(build, short)
     whole = copy.deepcopy(loaded.module, computed_values(loaded.module)) if options.verify and dist.get_rank() == 0 else None
+    held = {parameter.dtype for parameter in loaded.module.parameters()}
     model = distribute(
         loaded.module, plan, loaded.example_inputs, loss=loaded.loss, device=device, seed=options.seed, mixed_precision=policy
     )
@@ -152,7 +153,8 @@ def train(
             whole, make(whole), device, loaded.loss, _parts(plan), **loop, dtype=dtype, strategy=plan.strategy
         )
     if options.verify:
-        comparison = RunComparison(TOLERANCE[name or recipe.dtype], device, reference)
+        coarse = (TOLERANCE[other] for other, dtype in _AUTOCAST.items() if dtype in held)  # of a file, whatever it was asked
+        comparison = RunComparison(max(TOLERANCE[name or recipe.dtype], *coarse, 0.0), device, reference)
     first_step, folder = 0, options.checkpoint
     losses: list[float] = []
     seconds: list[float] = []

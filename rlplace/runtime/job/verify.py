@@ -32,7 +32,7 @@ from rlplace.runtime.strategy.strategy_model import keyword_inputs
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 """Largest accepted difference by dtype of compute: of a loss relative to itself, of a tensor to its largest element."""
 
-_NOISE, _OWN_NOISE = 0.01, 0.1
+_NOISE, _OWN_NOISE = 0.01, 0.25
 """Shares of the tolerance that are rounding, of the largest gradient of all and of a tensor's own: optimizers that divide
 by the gradient's size enlarge it."""
 

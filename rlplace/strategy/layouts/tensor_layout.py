@@ -220,7 +220,7 @@ class _Layout:
             return "sequence" if self.ops.runs(op, dim) == ROW else "local"
         if self.graph.op_kind[op] == TABLE:
             return "embedding"
-        if dim not in record.outputs:
+        if not any(dim in (self.ops.names(op, tensor) or ()) for tensor in self.ops.makes[op]):
             return "row"
         weight = self.ops.weights(op)[0]
         packed = self._pieces(weight, (self.ops.names(op, weight) or ()).index(dim)) > 1

@@ -163,6 +163,11 @@ def parallelize(
     if plan.strategy is None:
         raise InputError("parallelize: the plan places operations and has no strategy; rlplace.distribute runs it")
     refuse_release(plan, "parallelize")
+    if any(stage.axis("context") > 1 for stage in plan.strategy.stages):
+        raise InputError(
+            "parallelize: parts of the positions (context) have unlike numbers of targets, which a loop of another's does not "
+            "count; use rlplace.distribute"
+        )
     made: Any = distribute(model, plan, example_inputs, device=device, share="replica", mixed_precision=mixed_precision)
     mesh: DeviceMesh = made.place.mesh
     if len(plan.strategy.stages) > 1:

@@ -5,8 +5,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rlplace.errors import InputError
+from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import TARGETS, Strategy
 from rlplace.runtime.base.model import Batching
+from rlplace.runtime.job.distribute import parallelize
 from rlplace.runtime.state.whole import whole_tensor
 from rlplace.runtime.strategy.context_facts import context_facts
 from rlplace.runtime.strategy.run import prepare
@@ -169,6 +172,12 @@ def test_what_mixes_positions_is_refused_by_values_and_by_ops(besides, unseen):
     reason, positions = context_facts(Own(besides), inputs, Conduct(reduction=TARGETS, unseen=unseen))
     assert (reason is None) == (besides == ""), reason
     assert besides or positions == 8
+
+
+def test_loops_of_others_are_refused():
+    made = strategy("gpt2", **CASES["copies of four parts"][1])
+    with pytest.raises(InputError, match="unlike numbers of targets"):
+        parallelize(make("gpt2"), PlacementPlan("0" * 64, "mine", 0, [], strategy=made), batch("gpt2"))
 
 
 def test_packed_documents_and_positions_are_those_of_the_whole():

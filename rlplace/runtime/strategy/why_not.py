@@ -337,6 +337,11 @@ def _pipeline(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int]) -> 
         )
         if first in facts.untrained:
             yield f"no gradient flows back from {first}, which a split backward needs; take {ONE_F_ONE_B}, say"
+    if schedule.splits_backward and any("selective" in stage.recompute.values() for stage in pipeline.stages):
+        yield (
+            "a schedule that splits the backward goes through a block twice, and torch recomputes it selectively once; "
+            f"recompute in full, or take {ONE_F_ONE_B}, say"
+        )
     sharded, chunks = any(stage.sharding for stage in pipeline.stages), len(pipeline.stages) // len(places)
     if sharded and chunks > MOST_UNSHARDED and (schedule.splits_backward or len(set(pipeline.microbatches)) > 1):
         yield (

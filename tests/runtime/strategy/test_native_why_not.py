@@ -73,6 +73,7 @@ REFUSED = [
         "loses weight gradients",
     ),
     (UNLIKE | {"microbatches": [5, 3]}, None, "micro-batches of one size"),
+    (chain("llama", HALVES, "interleaved_zero_bubble", recompute="selective", **SHARED), None, "selectively once"),
     (UNLIKE, facts_of(no_samples="why"), "unlike data degrees: why"),
     (flat("llama", {}, 0, devices=[0], recompute="full"), ModelFacts(batch_norm=True), "twice"),
     (STAGED, facts_of(no_cut="why"), "cannot be cut into stages: why"),

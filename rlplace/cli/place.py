@@ -144,8 +144,9 @@ def answer(options: PlaceOptions) -> tuple[PlacementPlan, Callable[[], None]]:
     def show() -> None:
         show_placement(plan, placed.problem)
         assert best.strategy is not None
-        words = uniform_words(best.strategy)
-        print(f"branches side by side: the best strategy takes {ms(best.predicted.step_s)} ms ({words}); --space chooses one")
+        words, finer = uniform_words(best.strategy), plan.predicted.op_level or plan.predicted
+        own = f"branches side by side take {ms(finer.step_s)} ms op by op"
+        print(f"{own}, the best strategy {ms(best.predicted.step_s)} ms ({words}); --planner strategy plans that one")
         show_memory(footprints)
 
     return plan, show

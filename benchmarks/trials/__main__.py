@@ -62,8 +62,7 @@ EVERY = 4
 
 FEW_AXES = ("default", "shares3", "pipeline", "placement")
 FEW = (
-    "tied_embeddings", "lora", "resnet_batch_norm", "experts_by_if", "codebook_in_buffers", "clip_like", "weighted_classes",
-    "hook_of_a_parameter",
+    "lora", "resnet_batch_norm", "experts_by_if", "codebook_in_buffers", "clip_like",
 )  # fmt: skip
 """Models of the tests."""
 

@@ -62,8 +62,13 @@ def trained(folder, tiny, environment, **changes):
     return train(source, config, folder, resume=folder.exists(), report=lambda line: None)
 
 
+IN_CI = (STRATEGY,)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
+@pytest.mark.parametrize(
+    "environment", [pytest.param(name, marks=[pytest.mark.long] * (name not in IN_CI)) for name in ENVIRONMENTS]
+)
 def test_a_policy_is_trained_cut_and_resumed(toy, tiny, tmp_path, monkeypatch, environment):
     options = {"policy": "toy", "settings": {"width": 3}}
     assert trained(tmp_path / "whole", tiny, environment, **options) == 64

@@ -36,9 +36,9 @@ def show_strategy(plan: PlacementPlan, machine: Cluster) -> None:
         )
     show_step(plan.strategy, predicted)
     quickest = quickest_of(rivals)
-    near = quickest.step_time_s is not None and 1.01 * quickest.step_time_s >= predicted.step_s  # else its time is an estimate
-    if near and quickest.words != rivals[0].words and quickest.step_time_s is not None:
-        takes = f"{ms(quickest.step_time_s)} ms ({percent(1.0 - quickest.step_time_s / predicted.step_s)} less)"
+    takes_s = quickest.step_time_s or 0.0
+    if quickest.words != rivals[0].words and 1.01 * takes_s >= predicted.step_s:  # else its time is an estimate
+        takes = f"{ms(takes_s)} ms ({percent(1.0 - takes_s / predicted.step_s)} less)"
         print(f"the simplest within 1 % of the quickest, which takes {takes}: {quickest.words}")
     print()
     print_table(["kind", "step ms", "samples/s", "times", "<its best"], list(_rivals(rivals)))

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from rlplace.errors import InputError
 from rlplace.model.torch_adapter import pytree
 from rlplace.runtime.base.ranks import group_of
+from rlplace.runtime.strategy.why_not import uneven
 from rlplace.runtime.torch_adapter import all_gather, counted_losses, reduce_scatter, without_modes
 
 
@@ -197,11 +198,3 @@ def run_parts(
 def _gather(value: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
     made: torch.Tensor = _GatherPositions.apply(value, ranks)  # type: ignore[no-untyped-call]
     return made
-
-
-def uneven(length: int, degree: int) -> str:
-    """Explains why a sequence of so many positions cannot be cut."""
-    return (
-        f"{length} positions cannot be cut into {2 * degree} parts, two for each process of the context; pad them to a "
-        "multiple, or plan with context=1"
-    )

@@ -26,9 +26,9 @@ from rlplace.plan.strategy import MEAN, SUM, TARGETS
 from rlplace.runtime.base.batches import Batch, Targets
 from rlplace.runtime.base.steps import loss_of
 from rlplace.runtime.strategy.blocks import units
-from rlplace.runtime.strategy.context import Context, Part, Replaced, attention, uneven
+from rlplace.runtime.strategy.context import Context, Part, Replaced, attention
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
-from rlplace.runtime.strategy.why_not import Conduct
+from rlplace.runtime.strategy.why_not import Conduct, uneven
 
 _ALIKE = 1e-6
 """Difference that is rounding in double precision, relative to the largest value."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from rlplace.model.capture.export import lies_in
+from rlplace.runtime.strategy.blocks import owner
 from rlplace.runtime.strategy.mesh import MeshPlace
 from rlplace.runtime.strategy.wrap import left_out
 
@@ -54,16 +54,13 @@ class Reached:
 
     def __init__(self, root: nn.Module, place: MeshPlace) -> None:
         self._root, self._place = root, place
-        wrapped = [path for path, module in root.named_modules() if isinstance(module, FSDPModule)]
+        wrapped = [path for path, module in root.named_modules() if path and isinstance(module, FSDPModule)]
         self._trained = [name for name, parameter in root.named_parameters() if parameter.requires_grad]
         self._seen, self._watched = set[str](), set[str]()
-        for path in wrapped:
-            inner = [other for other in wrapped if other != path and (not path or lies_in(other, path))]
-            own = [
-                name
-                for name in self._trained
-                if (not path or lies_in(name, path)) and not any(lies_in(name, other) for other in inner)
-            ]
+        of_module: dict[str, list[str]] = {}
+        for name in self._trained:
+            of_module.setdefault(owner(name, wrapped) or "", []).append(name)
+        for path, own in of_module.items():
             # After torch's own hook: parameters are whole then, and the same objects in every step.
             root.get_submodule(path).register_forward_pre_hook(partial(self._watch, own))
 

@@ -200,6 +200,14 @@ def judge(
     return lambda strategy: why_not(strategy, facts, couple=couple, buffers=buffers, **asked), cut
 
 
+def uneven(length: int, degree: int) -> str:
+    """Explains why a sequence of so many positions cannot be cut over a context group."""
+    return (
+        f"{length} positions cannot be cut into {2 * degree} parts, two for each process of the context; pad them to a "
+        "multiple, or plan with context=1"
+    )
+
+
 @cache
 def _installed() -> str:
     return version("torch")
@@ -254,10 +262,7 @@ def _context(pipeline: Pipeline, stage: Stage, facts: ModelFacts) -> Iterator[st
     if facts.no_context is not None:
         yield f"no context parallelism: {facts.no_context}; plan with context=1"
     if facts.positions % (2 * degree):
-        yield (
-            f"{facts.positions} positions cannot be cut into {2 * degree} parts, two for each process of the context; pad them "
-            "to a multiple, or plan with context=1"
-        )
+        yield uneven(facts.positions, degree)
     if len(pipeline.stages) > 1:
         yield "the axis context is not run in pipelines yet; plan with context=1 or pipeline=1"
     if stage.sequence_parallel:

@@ -34,7 +34,7 @@ CLASSICAL = "strategy"
 STRATEGY_PLANNERS = ("agent", "best", CLASSICAL, *OF_STRATEGIES)
 """Names that answer whole strategies: the first two by the classical search, until a learned one comes."""
 
-PLACEMENT, AUTO, EVERYTHING = "placement", "auto", "all"
+PLACEMENT, AUTO = "placement", "auto"
 """Spaces by name: placements; what the runtime can execute for this model; also what cannot run yet."""
 
 FIXED = ("microbatch", "microbatches", "schedule")
@@ -89,7 +89,7 @@ def place(
         batch: Samples a step, everything together; None: 8 a device (of a graph: its own samples a device; of a placement: as
             captured).
         space: What may be chosen: a `Space` or its text such as ``"tensor=1,2 sharding=0,1"``; None or ``"auto"``: all that the
-            runtime can execute for this model; ``"all"``: also what cannot run yet; ``"placement"`` asks for placements.
+            runtime can execute for this model; ``"placement"`` asks for placements.
         planner: Name of a planner; ``plan.planner`` names the one that answered.
         time_limit_s: Wall time from the end of the first capture; covers the other captures, pricing, search and the check op
             by op. For placements: of the planner alone, so that branches may take as long again.
@@ -321,10 +321,7 @@ def what_may_be(
 
     facts = captured.facts
     optimizer = captured.graph.capture.get("optimizer")
-    if release_gradients and space == EVERYTHING:
-        raise InputError("place: release_gradients is for what the runtime executes; leave the space 'all' out")
-    asked = {"optimizer": optimizer, "release": release_gradients}
-    why_not, only = judge(facts, couple, buffers, **asked) if space != EVERYTHING else (None, None)
+    why_not, only = judge(facts, couple, buffers, optimizer=optimizer, release=release_gradients)
     conduct = (facts.conduct if facts is not None else None) or Conduct()
     more = {"statistics": statistics, "release_gradients": release_gradients}
     settings = conduct.settings(couple or "replica", buffers or "whole", **more)
@@ -352,7 +349,7 @@ def allowed_space(space: Space | str | None, fixed: Mapping[str, Any], planner: 
     """
     from rlplace.strategy.search.space import Space
 
-    text = space.text() if isinstance(space, Space) else "" if space in (None, AUTO, EVERYTHING) else space
+    text = space.text() if isinstance(space, Space) else "" if space in (None, AUTO) else space
     assert isinstance(text, str)
     asked = Space.parse(" ".join([text, *(f"{key}={value}" for key, value in fixed.items() if value is not None)]))
     own = Space.parse(OF_STRATEGIES.get(planner, ""))

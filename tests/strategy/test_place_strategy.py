@@ -101,7 +101,7 @@ def test_what_cannot_be_asked_is_refused(graph: OpGraph) -> None:
     curve = BatchCurve(points=((8, 1),))
     for target, how, reason in (
         (graph, {"batch": 0}, "batch must be a whole number from 1"),
-        (graph, {"space": "all", "planner": "metis"}, "planner metis places groups one by one and knows no strategies"),
+        (graph, {"space": "auto", "planner": "metis"}, "planner metis places groups one by one and knows no strategies"),
         (graph, {"space": "auto", "agent": "mine"}, "agent belongs to placements"),
         (graph, {"space": "placement", "planner": "strategy"}, "planner strategy places no groups"),
         (graph, {"planner": "heft", "batch_curve": curve}, "a batch curve chooses among whole strategies"),

@@ -222,7 +222,7 @@ def minor_version(text: str) -> tuple[int, int]:
 def _axes(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
     for stage in pipeline.stages:
         if stage.axis("branch") > 1:
-            yield "the axis branch is not run yet; plan without it (--space all plans it all the same)"
+            yield "the axis branch is not run inside of strategies yet; plan without it"
         if stage.axis("context") > 1:
             yield from _context(pipeline, stage, facts)
     degrees = {stage.data_degree for stage in pipeline.stages}

@@ -7,71 +7,136 @@
 Four hosts with a slow device each run torch's own parts as `rlplace run` does: real tensors cross the shaped links, schedules,
 buckets and collectives are torch's; what a block computes is stretched to the time that the cost model gives it there, so the
 load of the machine does not matter while it is far below those times. Predictions know the links and collectives that
-`rlplace measure --links` finds between the hosts, and nothing of the steps. Two things are as on a GPU, other than torch does
-them on a processor: `fully_shard` gathers the next block's parameters and reduces gradients while a block computes. Needs root.
+`rlplace measure --links` finds between the hosts, and nothing of the steps. Needs root.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
+import math
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from benchmarks.emulated_worker import Lab
 from benchmarks.harness import Row, add_row, arguments, markdown, read_rows
-from rlplace.cluster.presets import cpu_kind
+from rlplace.cluster.parse import Cluster
+from rlplace.cluster.presets import DeviceKind, cpu_kind
 from rlplace.cost.timings import rank_correlation
 from rlplace.errors import InputError, RlplaceError
-from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.schedule import SCHEDULES, V
+from rlplace.plan.strategy import Strategy
+from rlplace.strategy.costs import BlockCosts, Cut
 from rlplace.strategy.drafts import Draft, Mesh, plain_draft
-from tools.hosts import HostsSpec, emulated_hosts, launch, measure_cluster
+from rlplace.strategy.search.op_level import OpLevel
+from rlplace.strategy.search.plan import ask
+from rlplace.strategy.search.search import search
+from rlplace.strategy.search.tries import SearchProblem
+from tools.hosts import HostsSpec, emulated_hosts, measure_cluster
 from tools.hosts.spec import parse_rate
 
-HOSTS, BATCH, SEQ, STEPS = 4, 16, 16, 3
+PICK = "the planner's pick"
+HOSTS, STEPS = 4, 3
+
+
+class Model(NamedTuple):
+    """A model to run.
+
+    Attributes:
+        text: MODEL, as the command line takes it.
+        batch: Samples of a step.
+        seq: Positions of a sample.
+        flops: Of a device whose blocks take far longer than this machine takes for them.
+        kind: Of its strategies: plain, experts or context.
+    """
+
+    text: str
+    batch: int = 16
+    seq: int = 16
+    flops: float = 3e9
+    kind: str = "plain"
+
+
 _LLAMA = "hidden_size=256,intermediate_size=768,num_attention_heads=8,num_key_value_heads=8,num_hidden_layers=8,vocab_size=512"
 _SMALL = "hidden_size=256,num_hidden_layers=8,num_attention_heads=8,vocab_size=512"
+_QWEN3 = "hidden_size=256,num_hidden_layers=4,num_attention_heads=8,num_key_value_heads=4,head_dim=32,vocab_size=512"
 MODELS = {
-    "llama": f"hf:llama,{_LLAMA}",
-    "gpt2": "hf:gpt2,n_layer=8,n_embd=256,n_head=8,vocab_size=512,n_positions=64,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
-    "bert": "hf:bert,num_hidden_layers=8,hidden_size=256,intermediate_size=1024,num_attention_heads=8,vocab_size=512,"
-    "hidden_dropout_prob=0,attention_probs_dropout_prob=0",
-    "opt": f"hf:opt,{_SMALL},ffn_dim=1024,word_embed_proj_dim=256,max_position_embeddings=64,dropout=0,attention_dropout=0",
-    "qwen2": f"hf:qwen2,{_SMALL},intermediate_size=768,num_key_value_heads=4",
+    "llama": Model(f"hf:llama,{_LLAMA}"),
+    "gpt2": Model(
+        "hf:gpt2,n_layer=8,n_embd=256,n_head=8,vocab_size=512,n_positions=64,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
+    ),
+    "bert": Model(
+        "hf:bert,num_hidden_layers=8,hidden_size=256,intermediate_size=1024,num_attention_heads=8,vocab_size=512,"
+        "hidden_dropout_prob=0,attention_probs_dropout_prob=0"
+    ),
+    "opt": Model(
+        f"hf:opt,{_SMALL},ffn_dim=1024,word_embed_proj_dim=256,max_position_embeddings=64,dropout=0,attention_dropout=0"
+    ),
+    "qwen2": Model(f"hf:qwen2,{_SMALL},intermediate_size=768,num_key_value_heads=4"),
+    "mixture": Model(
+        f"hf:qwen3_moe,{_QWEN3},moe_intermediate_size=128,num_experts=16,num_experts_per_tok=4", 16, 32, 1e9, "experts"
+    ),
+    "long": Model(f"hf:llama,{_LLAMA.replace('layers=8', 'layers=4')}", 4, 128, 1e9, "context"),
 }  # fmt: skip
 RATES = ("1gbit", "200mbit", "50mbit")
-FLOPS, BYTES_PER_S = 3e9, 1e9
-"""Of a device whose blocks take far longer than this machine takes for them."""
+BYTES_PER_S = 1e9
+"""Of the memory of a device."""
 ROWS = Path(__file__).with_suffix(".jsonl")
-LIMIT_S = 900
+
+Drafts = Iterator[tuple[str, Draft]]
 
 
-def drafts(forward_s: Sequence[float]) -> Iterator[tuple[str, Draft]]:
-    """Strategies of every kind on the hosts; stages are cut where the forward has done its share."""
-    blocks, every = len(forward_s), tuple(range(HOSTS))
-    done = np.cumsum(forward_s) / sum(forward_s)
+class Shapes:
+    """Strategies on the hosts, with names.
 
-    def bounds(stages: int) -> tuple[int, ...]:
-        inner = [int(np.abs(done - part / stages).argmin()) + 1 for part in range(1, stages)]
-        return (0, *inner, blocks)
+    Args:
+        forward_s: Of each block; stages are cut where the forward has done its share.
+        batch: Samples of a step.
+    """
 
-    def flat(name: str, passes: int, recompute: int = 0, **mesh: int) -> tuple[str, Draft]:
-        place = Mesh(every[: int(np.prod([mesh.get(axis, 1) for axis in ("replicate", "shard", "tensor")]))], **mesh)
-        size = BATCH // place.data_degree // passes
-        draft = plain_draft((0, blocks), [place], microbatch=(size,), microbatches=(passes,))
-        again = bytes([recompute]) * blocks
-        return f"{name} x{passes}{' full' * (recompute > 0)}", Draft(**{**vars(draft), "recompute": again})
+    def __init__(self, forward_s: Sequence[float], batch: int) -> None:
+        self._done, self._blocks, self._batch = np.cumsum(forward_s) / sum(forward_s), len(forward_s), batch
 
+    def flat(self, name: str, passes: int, recompute: int = 0, **mesh: int) -> tuple[str, Draft]:
+        """Returns a strategy of one stage."""
+        place = _mesh(0, mesh)
+        draft = plain_draft((0, self._blocks), [place], microbatch=(self._size(place, passes),), microbatches=(passes,))
+        again = bytes([recompute]) * self._blocks
+        return f"{name} x{passes}{' full' * (recompute > 0)}", replace(draft, recompute=again)
+
+    def chain(self, name: str, schedule: str, places: int, passes: int, **mesh: int) -> tuple[str, Draft]:
+        """Returns a pipeline over so many places."""
+        row = [_mesh(at, mesh) for at in range(places)]
+        turn = list(range(places))
+        order = turn
+        if schedule in ("looped_bfs", "interleaved_1f1b", "zbv"):  # two chunks a device
+            order = turn + (turn[::-1] if SCHEDULES[schedule].layout == V else turn)
+        inner = [int(np.abs(self._done - part / len(order)).argmin()) + 1 for part in range(1, len(order))]
+        draft = plain_draft(
+            (0, *inner, self._blocks), row, order,
+            microbatch=(self._size(row[0], passes),), microbatches=(passes,), schedule=schedule,
+        )  # fmt: skip
+        return f"{schedule} {places} x{passes}{name}", draft
+
+    def _size(self, place: Mesh, passes: int) -> int:
+        return self._batch // place.data_degree // passes
+
+
+def _mesh(at: int, mesh: dict[str, int]) -> Mesh:
+    """Returns the mesh of these sizes, the `at`-th along the hosts."""
+    width = math.prod(mesh.get(axis, 1) for axis in ("replicate", "shard", "context", "tensor"))
+    return Mesh(tuple(range(width * at, width * (at + 1))), **mesh)
+
+
+def plain(shapes: Shapes) -> Drafts:
+    """Yields strategies with the axes that every model has."""
+    flat, chain = shapes.flat, shapes.chain
     for passes in (1, 4):
         yield flat("one device", passes)
         yield flat("replicate", passes, replicate=HOSTS)
@@ -85,23 +150,67 @@ def drafts(forward_s: Sequence[float]) -> Iterator[tuple[str, Draft]]:
     for mesh in ({"replicate": HOSTS}, {"shard": HOSTS, "sharding": 3}, {"tensor": HOSTS}):
         yield flat(next(iter(mesh)), 1, 2, **mesh)
     wide = {"replicate": {"replicate": 2}, "shard": {"shard": 2, "sharding": 1}, "tensor": {"tensor": 2}}
-    for schedule, chunks in (
-        ("gpipe", 1), ("1f1b", 1), ("interleaved_zero_bubble", 1), ("looped_bfs", 2), ("interleaved_1f1b", 2), ("zbv", 2),
-    ):  # fmt: skip
-        for places, passes, name, mesh in (
-            (4, 4, "", {}), (4, 8, "", {}), (2, 4, "", {}), *((2, 4, f" + {axis}", sizes) for axis, sizes in wide.items()),
-        ):  # fmt: skip
-            if name and schedule not in ("1f1b", "zbv"):
-                continue
-            width = int(np.prod([size for axis, size in mesh.items() if axis != "sharding"]))
-            row = [Mesh(every[width * at : width * (at + 1)], **mesh) for at in range(places)]
-            turn = list(range(places))
-            order = turn + (turn[::-1] if SCHEDULES[schedule].layout == V else turn) if chunks == 2 else turn
-            size = BATCH // row[0].data_degree // passes
-            draft = plain_draft(
-                bounds(len(order)), row, order, microbatch=(size,), microbatches=(passes,), schedule=schedule
-            )  # fmt: skip
-            yield f"{schedule} {places} x{passes}{name}", draft
+    for schedule in ("gpipe", "1f1b", "interleaved_zero_bubble", "looped_bfs", "interleaved_1f1b", "zbv"):
+        for places, passes in ((4, 4), (4, 8), (2, 4)):
+            yield chain("", schedule, places, passes)
+        for axis, sizes in wide.items() if schedule in ("1f1b", "zbv") else ():
+            yield chain(f" + {axis}", schedule, 2, 4, **sizes)
+
+
+def experts(shapes: Shapes) -> Drafts:
+    """Yields strategies of a mixture: experts spread over all hosts or over pairs, at every level, and not at all."""
+    flat, chain = shapes.flat, shapes.chain
+    yield flat("one device", 1)
+    yield flat("replicate", 1, replicate=HOSTS)
+    yield flat("tensor", 1, tensor=HOSTS)
+    for level in (1, 3):
+        yield flat(f"shard {level}", 1, shard=HOSTS, sharding=level)
+    for degree in (2, 4):
+        for level in (1, 2, 3):
+            yield flat(f"shard {level} + expert {degree}", 1, shard=HOSTS, sharding=level, expert=degree)
+        for level in (1, 3):
+            yield flat(f"shard {level} + expert {degree}", 2, shard=HOSTS, sharding=level, expert=degree)
+            yield flat(f"tensor + shard {level} + expert {degree}", 1, tensor=2, shard=2, sharding=level, expert=degree)
+        yield flat(f"shard + expert {degree}", 1, 2, shard=HOSTS, sharding=3, expert=degree)
+    yield flat("tensor + expert 4", 1, tensor=HOSTS, expert=4)
+    yield flat("tensor + expert 4", 2, tensor=HOSTS, expert=4)
+    yield flat("tensor + replicate + expert 2", 1, tensor=2, replicate=2, expert=2)
+    for level in (1, 3):
+        yield flat(f"hybrid {level} + expert 2", 1, replicate=2, shard=2, sharding=level, expert=2)
+    yield flat("context + shard 1 + expert 4", 1, context=2, shard=2, sharding=1, expert=4)
+    yield chain("", "1f1b", 4, 4)
+    yield chain("", "zbv", 2, 4)
+    for schedule in ("1f1b", "zbv"):
+        yield chain(" + shard + expert 2", schedule, 2, 4, shard=2, sharding=1, expert=2)
+        yield chain(" + tensor + expert 2", schedule, 2, 4, tensor=2, expert=2)
+
+
+def context(shapes: Shapes) -> Drafts:
+    """Yields strategies of long samples: positions divided by all hosts or by pairs, beside every axis, and not at all."""
+    flat, chain = shapes.flat, shapes.chain
+    yield flat("one device", 1)
+    yield flat("replicate", 1, replicate=HOSTS)
+    yield flat("tensor", 1, tensor=HOSTS)
+    for level in (1, 3):
+        yield flat(f"shard {level}", 1, shard=HOSTS, sharding=level)
+    for passes in (1, 2, 4):
+        yield flat("context 4", passes, context=4)
+    for passes in (1, 2):
+        yield flat("context 2 + replicate", passes, context=2, replicate=2)
+        for level in (1, 2, 3):
+            yield flat(f"context 2 + shard {level}", passes, context=2, shard=2, sharding=level)
+        yield flat("context 2 + tensor", passes, context=2, tensor=2)
+    yield flat("context 4", 1, 2, context=4)
+    yield flat("context 2 + shard", 1, 2, context=2, shard=2, sharding=3)
+    yield flat("context 2 + tensor", 1, 2, context=2, tensor=2)
+    yield flat("context 2", 1, context=2)
+    yield flat("tensor + replicate", 1, tensor=2, replicate=2)
+    for schedule in ("1f1b", "zbv"):
+        yield chain("", schedule, 4, 4)
+        yield chain(" + tensor", schedule, 2, 4, tensor=2)
+
+
+KINDS = {"plain": plain, "experts": experts, "context": context}
 
 
 @cache
@@ -113,53 +222,68 @@ def captured(model: str) -> tuple[Any, ...]:
     from rlplace.runtime.strategy.why_not import judge
 
     graphs = []
-    for batch in (BATCH, BATCH // 4):
-        loaded = load_model(MODELS[model], batch=batch, seq=SEQ)
-        source = {"model": MODELS[model], "batch": batch, "seq": SEQ, "dtype": "fp32", "optimizer": "adam"}
+    text, whole, seq, *_ = MODELS[model]
+    for batch in (whole, whole // 4):
+        loaded = load_model(text, batch=batch, seq=seq)
+        source = {"model": text, "batch": batch, "seq": seq, "dtype": "fp32", "optimizer": "adam"}
         graphs.append(rlplace.capture(loaded.module, loaded.example_inputs, loss=loaded.loss, source=source))
     return (*graphs, *judge(facts_of(loaded.module, loaded.example_inputs)))
 
 
+def device_of(model: str) -> DeviceKind:
+    """Returns the slow device of a host."""
+    speeds = {"peak_flops": {"float32": MODELS[model].flops}, "memory_bandwidth_bytes_per_s": BYTES_PER_S}
+    return msgspec.structs.replace(cpu_kind(1, 1 << 40, "sleeper"), **speeds)
+
+
 @cache
-def links_of(rate: str) -> Any:
+def hosts_of(model: str, rate: str) -> Cluster:
     """Returns the hosts with the links and collectives that are measured between them."""
-    speeds = {"peak_flops": {"float32": FLOPS}, "memory_bandwidth_bytes_per_s": BYTES_PER_S}
-    kind = msgspec.structs.replace(cpu_kind(1, 1 << 40, "sleeper"), **speeds)
     with emulated_hosts(HostsSpec(HOSTS, parse_rate(rate))) as hosts:
-        return measure_cluster(hosts, kinds=[kind] * HOSTS)
+        return measure_cluster(hosts, kinds=[device_of(model)] * HOSTS)
 
 
-def cells(model: str, rate: str) -> list[Row]:
-    """Makes every strategy that runs, with what is predicted and how long its blocks sleep."""
-    from rlplace.strategy.costs import Cut
-    from rlplace.strategy.search.op_level import OpLevel
-    from rlplace.strategy.search.plan import ask
-    from rlplace.strategy.search.search import search
-
+def question_of(model: str, cluster: Cluster, refused: Callable[[Draft], str | None] | None = None) -> SearchProblem:
+    """Returns what a planner is asked; `refused` says why it may not take a strategy that runs."""
     first, other, why_not, only = captured(model)
-    question = ask(first, links_of(rate), BATCH, other=other, why_not=why_not, only=only)
+
+    def judged(draft: Draft) -> str | None:
+        reason: str | None = None if refused is None else refused(draft)
+        return reason or (None if why_not is None else why_not(draft))
+
+    return ask(first, cluster, MODELS[model].batch, other=other, why_not=judged, only=only)
+
+
+def cell_of(model: str, draft: Draft, costs: BlockCosts) -> Row:
+    """Returns what workers need to run a strategy: the model, the strategy, and how long its blocks sleep."""
+    sleeps = [sleeps_of(costs, draft, stage) for stage in range(draft.stages)]
+    text, _, seq, *_ = MODELS[model]
+    return {"model": text, "seq": seq, "steps": STEPS, "strategy": draft.strategy(costs.names).to_dict(), "sleeps": sleeps}
+
+
+def cells(model: str, rate: str, known: Container[str]) -> Iterator[tuple[Row, Row]]:
+    """Yields every strategy that runs and is not known: its row with what is predicted, and its cell."""
+    question = question_of(model, hosts_of(model, rate))
     costs, finer = question.costs, OpLevel(question, float("inf"))
-    forward_s = costs.passes(0, Cut(BATCH)).forward_s
-    found = dict(drafts(forward_s))
-    found["the planner's pick"] = search(question, calls=1000).ranked[0].draft
-    asked_for = []
+    found = dict(KINDS[MODELS[model].kind](Shapes(costs.passes(0, Cut(MODELS[model].batch)).forward_s, MODELS[model].batch)))
+    if PICK not in known:
+        found[PICK] = search(question, calls=400).ranked[0].draft
     for name, draft in found.items():
+        if name in known:
+            continue
         try:
-            strategy = draft.strategy(costs.names)
+            draft.strategy(costs.names)
             reason = None if question.why_not is None else question.why_not(draft)
-            op_level_s = finer.evaluate(draft).step_time_s
+            step_s = finer.evaluate(draft).step_time_s
         except InputError as error:
             reason = str(error)
         if reason is not None:
             print(f"{model} {rate} {name}: {reason}", file=sys.stderr)
             continue
-        sleeps = [_sleeps(costs, draft, stage) for stage in range(draft.stages)]
-        row = {"model": model, "rate": rate, "name": name, "predicted_s": op_level_s}
-        asked_for.append({**row, "steps": STEPS, "strategy": strategy.to_dict(), "sleeps": sleeps})
-    return asked_for
+        yield {"model": model, "rate": rate, "name": name, "predicted_s": step_s}, cell_of(model, draft, costs)
 
 
-def _sleeps(costs: Any, draft: Draft, stage: int) -> dict[str, Any]:
+def sleeps_of(costs: BlockCosts, draft: Draft, stage: int) -> dict[str, Any]:
     """Returns seconds of a stage's blocks: forward, backward with what runs again, the weights' part of it, and the update."""
     place = draft.places[draft.place_of_stage[stage]]
     joined = draft.data_degree // place.data_degree  # replicas of a wider stage whose samples a pass here computes together
@@ -171,273 +295,21 @@ def _sleeps(costs: Any, draft: Draft, stage: int) -> dict[str, Any]:
     return {"blocks": by_block, "update_s": float(sum(update_s[b] for b in blocks))}
 
 
-LATE_S = 0.01
-
-
-class Sleeper:
-    """Stretches what blocks do to their priced times; what took too long is taken from the next sleep, `LATE_S` at most.
-
-    Seconds in which a block waits for collectives of its tensor group are not the block's: `waited_s` counts them.
-    """
-
-    def __init__(self) -> None:
-        self.on, self.halves, self.owed_s, self.waited_s = False, False, 0.0, 0.0
-
-    def clock(self) -> float:
-        """Returns seconds without those waited for collectives inside blocks."""
-        return time.perf_counter() - self.waited_s
-
-    def pay(self, seconds: float, since: float) -> None:
-        """Sleeps the rest of a time, of which this has passed."""
-        self.owed_s = max(self.owed_s + seconds - (self.clock() - since), -LATE_S)
-        if self.owed_s > 0:
-            begin = time.perf_counter()
-            time.sleep(self.owed_s)
-            self.owed_s -= time.perf_counter() - begin
-
-    def stretch(self, block: Any, forward_s: float, backward_s: float, weight_s: float) -> None:
-        """Hooks of a block: its forward, and its backward from the gradient of its output to that of its input."""
-        import torch
-        from torch.utils import _pytree as pytree
-
-        begins: list[float] = []
-
-        def first(values: Any) -> Any:
-            return next((v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor) and v.requires_grad), None)
-
-        def backward_s_now() -> float:
-            return backward_s - (weight_s if self.halves else 0.0)
-
-        def before(module: Any, args: Any, kwargs: Any) -> None:
-            begins.append(self.clock())
-
-        def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            since = begins.pop()
-            if not self.on:
-                return
-            self.pay(forward_s, since)
-            taken, made = first((args, kwargs)), first(output)
-            if made is None:
-                return
-            if taken is None:
-                made.register_hook(lambda gradient: self.pay(backward_s_now(), self.clock()))
-            else:
-                entered: list[float] = []  # after the hooks of the tensor, in one of which the next block sleeps
-                made.grad_fn.register_prehook(lambda gradients: entered.append(self.clock()))
-                hooks: list[Any] = []  # removed when called: stages keep what they receive into from step to step
-
-                def leaves(gradient: Any) -> None:
-                    hooks.pop().remove()
-                    self.pay(backward_s_now(), entered.pop() if entered else self.clock())
-
-                hooks.append(taken.register_hook(leaves))
-
-        block.register_forward_pre_hook(before, with_kwargs=True)
-        block.register_forward_hook(after, with_kwargs=True)
-
-
-def run(cell: dict[str, Any]) -> list[float]:
-    """Returns seconds of some steps of a strategy, the slowest process of each."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.fsdp import FSDPModule
-
-    from rlplace.model.zoo import load_model
-    from rlplace.plan.strategy import Strategy
-    from rlplace.runtime.base import activity
-    from rlplace.runtime.base.steps import train_step
-    from rlplace.runtime.job.distribute import distribute
-
-    strategy, rank = Strategy.from_dict(cell["strategy"]), dist.get_rank()
-    mine = [sleeps for stage, sleeps in zip(strategy.stages, cell["sleeps"], strict=True) if rank in stage.devices]
-    torch.manual_seed(0)
-    size = strategy.pipelines[0].microbatch[0]
-    loaded = load_model(MODELS[cell["model"]], batch=size, seq=SEQ, device="cpu")
-    sleeper = Sleeper()
-    modules = dict(loaded.module.named_modules())
-    for sleeps in mine:
-        for path, seconds in sleeps["blocks"].items():
-            sleeper.stretch(modules[path], *seconds)
-    plan = PlacementPlan("0" * 64, "emulated", 0, np.zeros(0, dtype=np.int32), strategy=strategy)
-    model = distribute(loaded.module, plan, loaded.example_inputs, loss=loaded.loss, device="cpu")
-    optimizer = torch.optim.SGD(model.parameter_groups(), lr=0.0)
-    shared = [modules[path] for sleeps in mine for path in sleeps["blocks"] if isinstance(modules[path], FSDPModule)]
-    for block, following in pairwise(shared):
-        block.set_modules_to_forward_prefetch([following])
-    for block in shared:
-        block._set_unshard_async_op(True)
-    weights = [sum(seconds[2] for seconds in sleeps["blocks"].values()) for sleeps in mine]
-    batch = load_model(MODELS[cell["model"]], batch=BATCH, seq=SEQ, device="cpu").example_inputs
-    update = optimizer.step
-
-    def slow_update() -> None:
-        for work in PENDING:
-            work.wait()
-        PENDING.clear()
-        begin = sleeper.clock()
-        update()
-        sleeper.pay(sum(sleeps["update_s"] for sleeps in mine), begin)
-
-    optimizer.step = slow_update
-    CHUNKS.update(sleeper=sleeper, weights=weights)
-    seconds = []
-    for step in range(cell["steps"] + 1):
-        sleeper.on, sleeper.owed_s = True, 0.0
-        dist.barrier()
-        activity.record(torch.device("cpu"))
-        begin = time.perf_counter()
-        train_step(model, optimizer, batch)
-        CHUNKS["spent_s"] = activity.recorded()
-        took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        if step:
-            seconds.append(took.item())
-    return seconds
-
-
-PENDING: list[Any] = []
-CHUNKS: dict[str, Any] = {}
-
-
-def as_a_gpu() -> None:
-    """Reductions of `fully_shard` run beside what is computed; halves of a backward sleep for their own part."""
-    import torch.distributed as dist
-    from torch.distributed import _functional_collectives as inside
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-    from torch.distributed.pipelining import PipelineStage
-
-    def scatter(output: Any, input: Any, op: Any = None, group: Any = None, async_op: bool = False) -> None:
-        PENDING.append(dist.reduce_scatter_tensor(output, input, group=group, async_op=True))
-
-    def reduce(tensor: Any, op: Any = None, group: Any = None, async_op: bool = False) -> None:
-        PENDING.append(dist.all_reduce(tensor, group=group, async_op=True))
-
-    beside = {"reduce_scatter_single": scatter, "reduce_scatter_tensor": scatter, "all_reduce": reduce}
-    collectives.dist = SimpleNamespace(**{**vars(dist), **beside})
-    wait = inside.wait_tensor
-
-    def waited(tensor: Any) -> Any:
-        begin = time.perf_counter()
-        try:
-            return wait(tensor)
-        finally:
-            CHUNKS["sleeper"].waited_s += time.perf_counter() - begin
-
-    inside.wait_tensor = waited
-    first, second = PipelineStage.backward_one_chunk, PipelineStage.backward_weight_one_chunk
-
-    def backward(self: Any, number: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> Any:
-        CHUNKS["sleeper"].halves = not full_backward
-        return first(self, number, loss, full_backward, last_backward)
-
-    def weights(self: Any, number: int, last_backward: bool = False) -> Any:
-        sleeper, begin = CHUNKS["sleeper"], CHUNKS["sleeper"].clock()
-        sleeper.halves = True
-        result = second(self, number, last_backward)
-        sleeper.pay(CHUNKS["weights"][sorted(CHUNKS["stages"]).index(self.stage_index)], begin)
-        return result
-
-    PipelineStage.backward_one_chunk, PipelineStage.backward_weight_one_chunk = backward, weights
-
-
-def worker(folder: str) -> None:
-    """Runs, in one process, strategies as their files appear."""
-    import torch
-    import torch.distributed as dist
-
-    from rlplace.runtime.base.ranks import gather_objects, start_group
-
-    torch.set_num_threads(1)
-    start_group("gloo", LIMIT_S)
-    as_a_gpu()
-    rank, number = dist.get_rank(), 0
-    while True:
-        path = Path(folder, f"{number}.json")
-        if not path.exists():
-            time.sleep(0.02)
-            continue
-        cell = json.loads(path.read_text())
-        stages, factor = cell["strategy"]["stages"], cell.get("factors", [1.0] * HOSTS)[rank]
-        for sleeps in cell["sleeps"]:
-            sleeps["blocks"] = {name: [factor * s for s in seconds] for name, seconds in sleeps["blocks"].items()}
-            sleeps["update_s"] *= factor
-        CHUNKS["stages"] = [index for index, stage in enumerate(stages) if rank in stage["devices"]]
-        seconds, said = run(cell), gather_objects(CHUNKS["spent_s"])
-        busy_s = [max(one.get(f"stage {n}", 0.0) for one in said) for n in range(len(stages))] if len(stages) > 1 else []
-        if rank == 0:
-            print(json.dumps({"step_s": seconds, "stage_busy_s": busy_s}), flush=True)
-        number += 1
-
-
-class Lab:
-    """Emulated hosts whose processes run one strategy after the other; after one that failed the next ones start anew."""
-
-    def __init__(self, spec: HostsSpec, limit_s: float = LIMIT_S) -> None:
-        self._spec, self._limit_s = spec, limit_s
-        self._stack, self._count, self._ending = contextlib.ExitStack(), 0, False
-        self._job: Any = None
-        self._said: list[Row] = []
-
-    def __call__(self, cell: Row) -> Row:
-        """Runs a strategy: seconds of its steps, and of each stage.
-
-        Raises:
-            RlplaceError: It failed, or took too long.
-        """
-        if self._job is None:
-            self._start()
-        self._said.clear()
-        target = self._folder / f"{self._count}.json"
-        target.with_suffix(".part").write_text(json.dumps(cell))
-        target.with_suffix(".part").rename(target)
-        self._count += 1
-        end = time.monotonic() + self._limit_s
-        try:
-            while not self._said:
-                self._job.check()
-                if time.monotonic() > end:
-                    raise RlplaceError(f"it took more than {self._limit_s:g} s")
-                time.sleep(0.05)
-        except RlplaceError:
-            self.close()
-            raise
-        return self._said[0]
-
-    def _start(self) -> None:
-        self._count, self._ending = 0, False
-        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
-        hosts = self._stack.enter_context(emulated_hosts(self._spec))
-        command = [sys.executable, "-m", "benchmarks.emulated", "--worker", str(self._folder)]
-        self._job = self._stack.enter_context(launch(hosts, command, env={"OMP_NUM_THREADS": "1"}, sink=self._hear))
-
-    def _hear(self, rank: int, host: int, stream: int, line: str) -> None:
-        if stream == 1 and line.startswith("{"):
-            self._said.append(json.loads(line))
-        elif stream == 2 and "Error" in line and not self._ending:
-            print(f"[{rank}] {line}", file=sys.stderr)
-
-    def close(self) -> None:
-        """Ends the processes and removes the hosts."""
-        self._ending = True  # what ranks say when others end first
-        self._stack.close()
-        self._job = None
-
-
 def width(cell: Row) -> int:
     """Counts the devices of a strategy, which are its processes."""
-    return len({device for stage in cell["strategy"]["stages"] for device in stage["devices"]})
+    return len(Strategy.from_dict(cell["strategy"]).devices)
 
 
-def measure(left: list[Row], rate: str) -> None:
+def measure(left: Sequence[tuple[Row, Row]], rate: str) -> None:
     """Runs cells on as many hosts as they need, and adds their rows."""
-    for count in sorted({width(cell) for cell in left}, reverse=True):
+    for count in sorted({width(cell) for _, cell in left}, reverse=True):
         lab = Lab(HostsSpec(count, parse_rate(rate)))
-        for cell in (cell for cell in left if width(cell) == count):
-            try:
-                row = {key: cell[key] for key in ("model", "rate", "name", "predicted_s")}
-                add_row(ROWS, {**row, "step_s": lab(cell)["step_s"]})
-            except RlplaceError as error:
-                print(f"left out: {cell['model']} {rate} {cell['name']}: {error}", file=sys.stderr)
+        for row, cell in left:
+            if width(cell) == count:
+                try:
+                    add_row(ROWS, {**row, "step_s": lab(cell)["step_s"]})
+                except RlplaceError as error:
+                    print(f"left out: {row['model']} {rate} {row['name']}: {error}", file=sys.stderr)
         lab.close()
 
 
@@ -471,12 +343,8 @@ if __name__ == "__main__":
         models=(("llama", "gpt2", "bert"), "names", MODELS),
         rates=(tuple(RATES), "of the links"),
         table="only the table",
-        worker=("", "used inside"),
     )
-    if options.worker:
-        worker(options.worker)
-        sys.exit()
     for model, rate in () if options.table else product(options.models, options.rates):
         known = {row["name"] for row in by_cell(ROWS).get((model, rate), ())}
-        measure([cell for cell in cells(model, rate) if cell["name"] not in known], rate)
+        measure([*cells(model, rate, known)], rate)
     print(table())

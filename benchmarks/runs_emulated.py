@@ -22,18 +22,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from benchmarks.emulated import BATCH, BYTES_PER_S, FLOPS, HOSTS, MODELS, Lab, _sleeps, captured
+from benchmarks.emulated import HOSTS, MODELS, cell_of, device_of
+from benchmarks.emulated import question_of as question_on
+from benchmarks.emulated_worker import Lab
 from benchmarks.harness import add_row, arguments, markdown, missing, read_rows
-from rlplace.cluster.presets import cpu_kind
 from rlplace.errors import RlplaceError
 from rlplace.measure.log import Ended
 from rlplace.measure.session import Session
 from rlplace.plan.plan import PlacementPlan
-from rlplace.strategy.drafts import Draft, draft_of_strategy, kind_of
-from rlplace.strategy.search.plan import ask, prediction
+from rlplace.strategy.drafts import draft_of_strategy, kind_of
+from rlplace.strategy.search.plan import prediction
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.tries import SearchProblem
 from tools.hosts import HostsSpec, cluster_of
@@ -83,18 +83,8 @@ CLUSTERS = ("slow_host", "slow_link", "contended_link", "unlike_speeds")
 
 def question_of(model: str, wrong: Wrong) -> SearchProblem:
     """Says what the planner is asked; strategies use all hosts, as the processes of a launch are as many."""
-    speeds = {"peak_flops": {"float32": FLOPS}, "memory_bandwidth_bytes_per_s": BYTES_PER_S}
-    kind = msgspec.structs.replace(cpu_kind(1, 1 << 40, "sleeper"), **speeds)
-    first, other, why_not, only = captured(model)
-
-    def refused(draft: Draft) -> str | None:
-        if len(set(draft.devices)) < HOSTS:
-            return "it leaves hosts out"
-        reason: str | None = None if why_not is None else why_not(draft)
-        return reason
-
-    machine = cluster_of(HostsSpec(HOSTS, wrong.told), kinds=[kind] * HOSTS)
-    return ask(first, machine, BATCH, other=other, why_not=refused, only=only)
+    machine = cluster_of(HostsSpec(HOSTS, wrong.told), kinds=[device_of(model)] * HOSTS)
+    return question_on(model, machine, lambda draft: "it leaves hosts out" if len(set(draft.devices)) < HOSTS else None)
 
 
 class Cell:
@@ -111,10 +101,9 @@ class Cell:
         key = json.dumps(plan.strategy.to_dict(), sort_keys=True)
         if key not in self.known:
             draft = draft_of_strategy(plan.strategy, self.question.costs.names)
-            sleeps = [_sleeps(self.question.costs, draft, stage) for stage in range(draft.stages)]
-            cell = {"model": self.model, "steps": STEPS, "strategy": plan.strategy.to_dict(), "sleeps": sleeps}
+            cell = cell_of(self.model, draft, self.question.costs)
             try:
-                told = self.lab({**cell, "factors": self.wrong.factors})
+                told = self.lab({**cell, "steps": STEPS, "factors": self.wrong.factors})
             except RlplaceError as error:
                 self.known[key] = Ended(status="crashed", reason=str(error).splitlines()[0][:300])
             else:
@@ -153,7 +142,7 @@ def measure(options: argparse.Namespace) -> None:
         draft = search(question, calls=400).ranked[0].draft
         plan = PlacementPlan(
             "0" * 64, "strategy", 0, np.zeros(0, dtype=np.int32), strategy=draft.strategy(question.costs.names),
-            predicted=prediction(question.scores.evaluate(draft), BATCH, question.cluster),
+            predicted=prediction(question.scores.evaluate(draft), draft.batch, question.cluster),
         )  # fmt: skip
         cell = Cell(model, wrong, question)
         try:

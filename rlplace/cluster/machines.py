@@ -110,7 +110,7 @@ def usable_cores() -> int:
     return max(1, os.cpu_count() or 1)
 
 
-TIMED_COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+TIMED_COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """Collectives that are timed."""
 BREAKS = (0, 1 << 18, 1 << 23)
 """Where small, medium and large messages begin: latency, protocol, bandwidth."""

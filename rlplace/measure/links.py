@@ -134,14 +134,17 @@ class _Bench:
         share = size_bytes // 4 // len(ranks)
         whole = self.buffer[: share * len(ranks)].clone() if self.rank in ranks else self.empty
         part = self.buffer[:share].clone()
+        into = torch.empty_like(whole)
 
         def once() -> None:
             if kind == "all_reduce":
                 dist.all_reduce(whole, group=group)
             elif kind == "all_gather":
                 dist.all_gather_into_tensor(whole, part, group=group)
-            else:
+            elif kind == "reduce_scatter":
                 dist.reduce_scatter_tensor(part, whole, group=group)
+            else:
+                dist.all_to_all_single(into, whole, group=group)
 
         return self._median(once if self.rank in ranks else None, ranks, budget_s, group)
 

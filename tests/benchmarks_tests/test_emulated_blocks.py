@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from benchmarks.emulated import _sleeps
+from benchmarks.emulated import sleeps_of
 from rlplace.strategy.drafts import Mesh
 
 
@@ -27,5 +27,5 @@ def test_a_narrow_stage_computes_what_all_replicas_of_a_wide_one_hand_it():
         places=[Mesh((0,)), Mesh((1, 2), replicate=2), Mesh((3,))], place_of_stage=[0, 1, 2], bounds=[0, 1, 2, 3],
         microbatch=(2,), recompute=bytes(3), data_degree=2,
     )  # fmt: skip
-    found = [_sleeps(Costs(), draft, stage)["blocks"] for stage in range(3)]
+    found = [sleeps_of(Costs(), draft, stage)["blocks"] for stage in range(3)]
     assert found == [{"a": [4.0, 8.0, 4.0]}, {"b": [2.0, 4.0, 2.0]}, {"c": [4.0, 8.0, 4.0]}]

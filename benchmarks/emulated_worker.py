@@ -1,0 +1,290 @@
+"""One strategy after the other on emulated hosts: processes whose blocks sleep for the rest of their priced time.
+
+    python -m benchmarks.emulated_worker FOLDER     what `Lab` starts on every host
+
+Torch's own parts run as `rlplace run` has them; what a block computes is stretched to the time that a cell states. Two things
+are as on a GPU, other than torch does them on a processor: `fully_shard` gathers the next block's parameters and reduces
+gradients while a block computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import Row
+from rlplace.errors import RlplaceError
+from rlplace.plan.plan import PlacementPlan
+from tools.hosts import HostsSpec, emulated_hosts, launch
+
+LIMIT_S = 900
+LATE_S = 0.01
+
+
+class Sleeper:
+    """Stretches what blocks do to their priced times; what took too long is taken from the next sleep, `LATE_S` at most.
+
+    Seconds in which a block waits for collectives of its tensor group are not the block's: `waited_s` counts them.
+    """
+
+    def __init__(self) -> None:
+        self.on, self.halves, self.owed_s, self.waited_s = False, False, 0.0, 0.0
+
+    def clock(self) -> float:
+        """Returns seconds without those waited for collectives inside blocks."""
+        return time.perf_counter() - self.waited_s
+
+    def pay(self, seconds: float, since: float) -> None:
+        """Sleeps the rest of a time, of which this has passed."""
+        self.owed_s = max(self.owed_s + seconds - (self.clock() - since), -LATE_S)
+        if self.owed_s > 0:
+            begin = time.perf_counter()
+            time.sleep(self.owed_s)
+            self.owed_s -= time.perf_counter() - begin
+
+    def stretch(self, block: Any, forward_s: float, backward_s: float, weight_s: float) -> None:
+        """Hooks of a block: its forward, and its backward from the gradient of its output to that of its input."""
+        import torch
+        from torch.utils import _pytree as pytree
+
+        begins: list[float] = []
+
+        def first(values: Any) -> Any:
+            return next((v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor) and v.requires_grad), None)
+
+        def backward_s_now() -> float:
+            return backward_s - (weight_s if self.halves else 0.0)
+
+        def before(module: Any, args: Any, kwargs: Any) -> None:
+            begins.append(self.clock())
+
+        def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            since = begins.pop()
+            if not self.on:
+                return
+            self.pay(forward_s, since)
+            taken, made = first((args, kwargs)), first(output)
+            if made is None:
+                return
+            if taken is None:
+                made.register_hook(lambda gradient: self.pay(backward_s_now(), self.clock()))
+            else:
+                entered: list[float] = []  # after the hooks of the tensor, in one of which the next block sleeps
+                made.grad_fn.register_prehook(lambda gradients: entered.append(self.clock()))
+                hooks: list[Any] = []  # removed when called: stages keep what they receive into from step to step
+
+                def leaves(gradient: Any) -> None:
+                    hooks.pop().remove()
+                    self.pay(backward_s_now(), entered.pop() if entered else self.clock())
+
+                hooks.append(taken.register_hook(leaves))
+
+        block.register_forward_pre_hook(before, with_kwargs=True)
+        block.register_forward_hook(after, with_kwargs=True)
+
+
+def run(cell: dict[str, Any]) -> list[float]:
+    """Returns seconds of some steps of a strategy, the slowest process of each."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule
+
+    from rlplace.model.zoo import load_model
+    from rlplace.plan.strategy import Strategy
+    from rlplace.runtime.base import activity
+    from rlplace.runtime.base.steps import train_step
+    from rlplace.runtime.job.distribute import distribute
+
+    strategy, rank = Strategy.from_dict(cell["strategy"]), dist.get_rank()
+    mine = [sleeps for stage, sleeps in zip(strategy.stages, cell["sleeps"], strict=True) if rank in stage.devices]
+    torch.manual_seed(0)
+    size = strategy.pipelines[0].microbatch[0]
+    loaded = load_model(cell["model"], batch=size, seq=cell["seq"], device="cpu")
+    modules = dict(loaded.module.named_modules())
+    plan = PlacementPlan("0" * 64, "emulated", 0, np.zeros(0, dtype=np.int32), strategy=strategy)
+    model = distribute(loaded.module, plan, loaded.example_inputs, loss=loaded.loss, device="cpu")
+    optimizer = torch.optim.SGD(model.parameter_groups(), lr=0.0)
+    sleeper = Sleeper()  # hooks of a model that is being distributed are refused in tensor groups
+    for sleeps in mine:
+        for path, seconds in sleeps["blocks"].items():
+            sleeper.stretch(modules[path], *seconds)
+    shared = [modules[path] for sleeps in mine for path in sleeps["blocks"] if isinstance(modules[path], FSDPModule)]
+    for block, following in pairwise(shared):
+        block.set_modules_to_forward_prefetch([m for m in following.modules() if isinstance(m, FSDPModule)])
+    for module in (m for block in shared for m in block.modules() if isinstance(m, FSDPModule)):
+        module._set_unshard_async_op(True)
+    weights = [sum(seconds[2] for seconds in sleeps["blocks"].values()) for sleeps in mine]
+    batch = load_model(cell["model"], batch=strategy.batch, seq=cell["seq"], device="cpu").example_inputs
+    update = optimizer.step
+
+    def slow_update() -> None:
+        for work in PENDING:
+            work.wait()
+        PENDING.clear()
+        begin = sleeper.clock()
+        update()
+        sleeper.pay(sum(sleeps["update_s"] for sleeps in mine), begin)
+
+    optimizer.step = slow_update
+    CHUNKS.update(sleeper=sleeper, weights=weights)
+    seconds = []
+    for step in range(cell["steps"] + 1):
+        sleeper.on, sleeper.owed_s = True, 0.0
+        dist.barrier()
+        activity.record(torch.device("cpu"))
+        begin = time.perf_counter()
+        train_step(model, optimizer, batch)
+        CHUNKS["spent_s"] = activity.recorded()
+        took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        if step:
+            seconds.append(took.item())
+    return seconds
+
+
+PENDING: list[Any] = []
+LIBRARY: list[Any] = []
+CHUNKS: dict[str, Any] = {}
+
+
+def as_a_gpu() -> None:
+    """Reductions of `fully_shard` run beside what is computed; halves of a backward sleep for their own part."""
+    import torch
+    import torch.distributed as dist
+    from torch._C import DispatchKey, DispatchKeySet
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.pipelining import PipelineStage
+
+    def scatter(output: Any, input: Any, op: Any = None, group: Any = None, async_op: bool = False) -> None:
+        PENDING.append(dist.reduce_scatter_tensor(output, input, group=group, async_op=True))
+
+    def reduce(tensor: Any, op: Any = None, group: Any = None, async_op: bool = False) -> None:
+        PENDING.append(dist.all_reduce(tensor, group=group, async_op=True))
+
+    beside = {"reduce_scatter_single": scatter, "reduce_scatter_tensor": scatter, "all_reduce": reduce}
+    collectives.dist = SimpleNamespace(**{**vars(dist), **beside})
+    wait, kernel = torch.ops._c10d_functional.wait_tensor.default, DispatchKeySet(DispatchKey.PrivateUse1)
+
+    def waited(waits: Any, *args: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return waits(*args)
+        finally:
+            CHUNKS["sleeper"].waited_s += time.perf_counter() - begin
+
+    LIBRARY.append(torch.library.Library("_c10d_functional", "IMPL"))  # waits of Python and of backwards in C++ are here
+    LIBRARY[0].impl("wait_tensor", partial(waited, partial(wait.redispatch, kernel)), "CPU")  # torch has one for all devices
+    gathered = FSDPParamGroup.wait_for_unshard
+    FSDPParamGroup.wait_for_unshard = lambda self: waited(gathered, self)  # of experts inside of blocks
+    first, second = PipelineStage.backward_one_chunk, PipelineStage.backward_weight_one_chunk
+
+    def backward(self: Any, number: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> Any:
+        CHUNKS["sleeper"].halves = not full_backward
+        return first(self, number, loss, full_backward, last_backward)
+
+    def weights(self: Any, number: int, last_backward: bool = False) -> Any:
+        sleeper, begin = CHUNKS["sleeper"], CHUNKS["sleeper"].clock()
+        sleeper.halves = True
+        result = second(self, number, last_backward)
+        sleeper.pay(CHUNKS["weights"][sorted(CHUNKS["stages"]).index(self.stage_index)], begin)
+        return result
+
+    PipelineStage.backward_one_chunk, PipelineStage.backward_weight_one_chunk = backward, weights
+
+
+def worker(folder: str) -> None:
+    """Runs, in one process, strategies as their files appear."""
+    import torch
+    import torch.distributed as dist
+
+    from rlplace.runtime.base.ranks import gather_objects, start_group
+
+    torch.set_num_threads(1)
+    start_group("gloo", LIMIT_S)
+    as_a_gpu()
+    rank, number = dist.get_rank(), 0
+    while True:
+        path = Path(folder, f"{number}.json")
+        if not path.exists():
+            time.sleep(0.02)
+            continue
+        cell = json.loads(path.read_text())
+        stages, factor = cell["strategy"]["stages"], cell.get("factors", [1.0] * dist.get_world_size())[rank]
+        for sleeps in cell["sleeps"]:
+            sleeps["blocks"] = {name: [factor * s for s in seconds] for name, seconds in sleeps["blocks"].items()}
+            sleeps["update_s"] *= factor
+        CHUNKS["stages"] = [index for index, stage in enumerate(stages) if rank in stage["devices"]]
+        seconds, said = run(cell), gather_objects(CHUNKS["spent_s"])
+        busy_s = [max(one.get(f"stage {n}", 0.0) for one in said) for n in range(len(stages))] if len(stages) > 1 else []
+        if rank == 0:
+            print(json.dumps({"step_s": seconds, "stage_busy_s": busy_s}), flush=True)
+        number += 1
+
+
+class Lab:
+    """Emulated hosts whose processes run one strategy after the other; after one that failed the next ones start anew."""
+
+    def __init__(self, spec: HostsSpec, limit_s: float = LIMIT_S) -> None:
+        self._spec, self._limit_s = spec, limit_s
+        self._stack, self._count, self._ending = contextlib.ExitStack(), 0, False
+        self._job: Any = None
+        self._said: list[Row] = []
+
+    def __call__(self, cell: Row) -> Row:
+        """Runs a strategy: seconds of its steps, and of each stage.
+
+        Raises:
+            RlplaceError: It failed, or took too long.
+        """
+        if self._job is None:
+            self._start()
+        self._said.clear()
+        target = self._folder / f"{self._count}.json"
+        target.with_suffix(".part").write_text(json.dumps(cell))
+        target.with_suffix(".part").rename(target)
+        self._count += 1
+        end = time.monotonic() + self._limit_s
+        try:
+            while not self._said:
+                self._job.check()
+                if time.monotonic() > end:
+                    raise RlplaceError(f"it took more than {self._limit_s:g} s")
+                time.sleep(0.05)
+        except RlplaceError:
+            self.close()
+            raise
+        return self._said[0]
+
+    def _start(self) -> None:
+        self._count, self._ending = 0, False
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        hosts = self._stack.enter_context(emulated_hosts(self._spec))
+        command = [sys.executable, "-m", "benchmarks.emulated_worker", str(self._folder)]
+        self._job = self._stack.enter_context(launch(hosts, command, env={"OMP_NUM_THREADS": "1"}, sink=self._hear))
+
+    def _hear(self, rank: int, host: int, stream: int, line: str) -> None:
+        if stream == 1 and line.startswith("{"):
+            self._said.append(json.loads(line))
+        elif stream == 2 and "Error" in line and not self._ending:
+            print(f"[{rank}] {line}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Ends the processes and removes the hosts."""
+        self._ending = True  # what ranks say when others end first
+        self._stack.close()
+        self._job = None
+
+
+if __name__ == "__main__":
+    worker(sys.argv[1])

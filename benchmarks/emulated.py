@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from benchmarks.emulated_worker import Lab
+from benchmarks.emulated_worker import Lab, first_in_line
 from benchmarks.harness import Row, add_row, arguments, markdown, read_rows
 from rlplace.cluster.parse import Cluster
 from rlplace.cluster.presets import DeviceKind, cpu_kind
@@ -65,7 +65,7 @@ class Model(NamedTuple):
 
 _LLAMA = "hidden_size=256,intermediate_size=768,num_attention_heads=8,num_key_value_heads=8,num_hidden_layers=8,vocab_size=512"
 _SMALL = "hidden_size=256,num_hidden_layers=8,num_attention_heads=8,vocab_size=512"
-_QWEN3 = "hidden_size=256,num_hidden_layers=4,num_attention_heads=8,num_key_value_heads=4,head_dim=32,vocab_size=512"
+_QWEN3 = "hidden_size=256,num_hidden_layers=4,num_attention_heads=8,num_key_value_heads=4,vocab_size=512"
 MODELS = {
     "llama": Model(f"hf:llama,{_LLAMA}"),
     "gpt2": Model(
@@ -239,7 +239,7 @@ def device_of(model: str) -> DeviceKind:
 @cache
 def hosts_of(model: str, rate: str) -> Cluster:
     """Returns the hosts with the links and collectives that are measured between them."""
-    with emulated_hosts(HostsSpec(HOSTS, parse_rate(rate))) as hosts:
+    with emulated_hosts(HostsSpec(HOSTS, parse_rate(rate))) as hosts, first_in_line():
         return measure_cluster(hosts, kinds=[device_of(model)] * HOSTS)
 
 
@@ -307,7 +307,8 @@ def measure(left: Sequence[tuple[Row, Row]], rate: str) -> None:
         for row, cell in left:
             if width(cell) == count:
                 try:
-                    add_row(ROWS, {**row, "step_s": lab(cell)["step_s"]})
+                    told = lab(cell)
+                    add_row(ROWS, {**row, "step_s": told["step_s"], "late_s": told["late_s"]})
                 except RlplaceError as error:
                     print(f"left out: {row['model']} {rate} {row['name']}: {error}", file=sys.stderr)
         lab.close()

@@ -25,7 +25,7 @@ def link_times(hosts=("a", "a", "a", "b", "b", "b"), driver="NVIDIA A100-SXM4-80
     pair_s = np.where(same[..., None], 1e-5 + size / 100e9, 3e-5 + size / 10e9)
     pair_s[np.arange(count), np.arange(count)] = 0
     groups = group_ranks(hosts)
-    rounds = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1.5}
+    rounds = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1.5, "all_to_all": 0.5}
     group_s = np.array(
         [
             [[1e-5 * len(g) + rounds[kind] * (len(g) - 1) / len(g) * s / 80e9 for s in GROUP_SIZES] for g in groups]

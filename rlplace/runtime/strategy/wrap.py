@@ -11,13 +11,14 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -216,10 +217,12 @@ def wrap_stage(
     if place.experts is not None:
         ignored |= _share_experts(spread, place.experts, stage, mixed_precision)
     shared = partial(shared, ignored_params=ignored)
-    for path, block in blocks.items():
-        if path not in outside and stands_alone(root, block):
-            inside = next((how for name, how in stage.offload.items() if lies_in(path, name)), None)
-            shared(block, offload_policy=offload(inside, place.device))
+    alone = {path: block for path, block in blocks.items() if path not in outside and stands_alone(root, block)}
+    for path, block in alone.items():
+        inside = next((how for name, how in stage.offload.items() if lies_in(path, name)), None)
+        shared(block, offload_policy=offload(inside, place.device))
+    if spread and stage.sharding:
+        _gather_ahead([*alone.values()])
     everything = len(stage.offload) == len(stage.blocks) and bool(stage.blocks)
     shared(root, offload_policy=offload("all" if everything else None, place.device))
     if stage.sharding:
@@ -242,6 +245,14 @@ def _share_experts(
     for module in spread:
         shared(module, **({} if policy is None else {"mp_policy": replace(policy, cast_forward_inputs=False)}))
     return set()
+
+
+def _gather_ahead(blocks: Sequence[nn.Module]) -> None:
+    """Makes each block gather the next one with its experts: torch's own order ends where the host waits for token counts."""
+    units = [[unit for unit in block.modules() if isinstance(unit, FSDPModule)] for block in blocks]
+    for before, after in pairwise(units):
+        before[0].set_modules_to_forward_prefetch(after)
+        after[0].set_modules_to_backward_prefetch(before)
 
 
 def _inside(path: str, stage: Stage) -> bool:

@@ -34,6 +34,7 @@ from rlplace.plan.schedule import SCHEDULES, V
 from rlplace.plan.strategy import Strategy
 from rlplace.strategy.costs import BlockCosts, Cut
 from rlplace.strategy.drafts import Draft, Mesh, plain_draft
+from rlplace.strategy.executor.meshes import expert_share_degree, share_degree
 from rlplace.strategy.search.op_level import OpLevel
 from rlplace.strategy.search.plan import ask
 from rlplace.strategy.search.search import search
@@ -42,7 +43,7 @@ from tools.hosts import HostsSpec, emulated_hosts, measure_cluster
 from tools.hosts.spec import parse_rate
 
 PICK = "the planner's pick"
-HOSTS, STEPS = 4, 3
+HOSTS, STEPS = 4, 2
 
 
 class Model(NamedTuple):
@@ -288,7 +289,10 @@ def sleeps_of(costs: BlockCosts, draft: Draft, stage: int) -> dict[str, Any]:
     place = draft.places[draft.place_of_stage[stage]]
     joined = draft.data_degree // place.data_degree  # replicas of a wider stage whose samples a pass here computes together
     one = costs.passes(0, place.cut(draft.microbatch[0] * joined))
-    update_s = costs.update_s(0, place.tensor) / (place.shard if place.sharding else 1)
+    held = costs.held(place.tensor, place.expert)
+    dense, spread = held.weight_bytes - held.expert_bytes[0], held.expert_bytes[0]
+    own = dense / share_degree(place) + spread / expert_share_degree(place)
+    update_s = costs.update_s(0, place.tensor, place.expert) * own / np.maximum(held.weight_bytes, 1)
     blocks = range(draft.bounds[stage], draft.bounds[stage + 1])
     backward_s = one.backward_s + one.again_s[np.frombuffer(draft.recompute, dtype=np.uint8), np.arange(len(costs.names))]
     by_block = {costs.names[b]: [one.forward_s[b], backward_s[b], one.weight_s[b]] for b in blocks}

@@ -134,7 +134,7 @@ class _Bench:
         share = size_bytes // 4 // len(ranks)
         whole = self.buffer[: share * len(ranks)].clone() if self.rank in ranks else self.empty
         part = self.buffer[:share].clone()
-        into = torch.empty_like(whole)
+        into = torch.empty_like(whole) if kind == "all_to_all" else self.empty
 
         def once() -> None:
             if kind == "all_reduce":

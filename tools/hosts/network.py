@@ -52,6 +52,7 @@ def make_network(spec: HostsSpec, prefix: str) -> None:
                     f"link set {CARD} addrgenmode none",
                     f"addr add {address_of(host)}/24 dev {CARD}",
                     f"link set {CARD} up",
+                    f"route replace 10.77.0.0/24 dev {CARD} src {address_of(host)} congctl reno",  # bbr stalls on token buckets
                 ],
                 name,
             )

@@ -249,7 +249,7 @@ def _share_experts(
 
 def _gather_ahead(blocks: Sequence[nn.Module]) -> None:
     """Makes each block gather the next one with its experts: torch's own order ends where the host waits for token counts."""
-    units = [[unit for unit in block.modules() if isinstance(unit, FSDPModule)] for block in blocks]
+    units: list[list[FSDPModule]] = [[one for one in block.modules() if isinstance(one, FSDPModule)] for block in blocks]
     for before, after in pairwise(units):
         before[0].set_modules_to_forward_prefetch(after)
         after[0].set_modules_to_backward_prefetch(before)

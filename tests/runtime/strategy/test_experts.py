@@ -94,9 +94,12 @@ def trained(folder):
     """By case the step after one, saved and resumed under the next case's plan."""
     found, before = {}, None
     for case, axes in AXES.items():
-        plan = strategy(*axes)
-        model = prepare(plain(), plan, {name: value[: plan.pipelines[0].microbatch[0]] for name, value in BATCH.items()})
+        plan, module = strategy(*axes), plain()
+        model = prepare(module, plan, {name: value[: plan.pipelines[0].microbatch[0]] for name, value in BATCH.items()})
         optimizer = torch.optim.AdamW(model.parameter_groups(), lr=0.1)
+        if case == "shares of two":  # gathered while the block after them computes
+            before_it = [one._get_fsdp_state() for one in (module.layers[0], module.layers[0].experts)]
+            assert module.layers[1]._get_fsdp_state()._states_to_backward_prefetch == before_it
         first = advance(model, optimizer)
         if before is not None:
             load_checkpoint(before, model, optimizer)

@@ -42,6 +42,7 @@ else:
         except ConnectionRefusedError:
             import time; time.sleep(0.01)
     other.sendall(socket.gethostname().encode())
+facts["tcp"] = other.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).strip(b"\\0").decode()
 print(json.dumps(facts), flush=True)
 print("to standard error", file=sys.stderr)
 """
@@ -87,6 +88,7 @@ def test_what_a_command_sees():
     assert facts[0]["addresses"] == ["10.77.0.1", "10.77.0.2"] and facts[0]["session"]
     assert [(f["RANK"], f["LOCAL_RANK"], f["GROUP_RANK"], f["PET_NODE_RANK"]) for f in facts] == [tuple("0000"), tuple("1011")]
     assert all(f["WORLD_SIZE"] == f["PET_NNODES"] == "2" and f["MASTER_ADDR"] == "10.77.0.1" for f in facts)
+    assert {f["tcp"] for f in facts} == {"reno"}  # whatever this machine's own
     assert (1, 1, 2, "to standard error") in lines
     with pytest.raises(InputError, match="have been removed"):
         launch(hosts, ["true"])

@@ -20,7 +20,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.equality_models import BATCH, KINDS, batch_of, build
+from benchmarks.equality_models import BATCH, KINDS, LABELLED, batch_of, build, kind_of
 from benchmarks.groups import run_jobs
 from benchmarks.harness import ROOT, Row, add_row, arguments, markdown, one_thread, read_rows, replaced, write_rows
 from rlplace.errors import InputError
-from rlplace.plan.strategy import Strategy
+from rlplace.plan.strategy import HEADS, RING, TARGETS, Strategy
 from rlplace.runtime.state.whole import own_part
 from rlplace.runtime.strategy.capture import capture
+from rlplace.runtime.strategy.context_facts import context_facts
 from rlplace.runtime.strategy.run import prepare
+from rlplace.runtime.strategy.why_not import Conduct
 
 PROCESSES, RATE, LARGEST_NORM = 8, 1e-2, 0.1
 TIMES = (1, 1, 2)
@@ -56,6 +59,7 @@ FEW = (
 Plan = Callable[[Sequence[str]], dict[str, Any]]
 HOW = ("", "full", "selective")
 SPREAD, MIXTURES = "experts", ("mixtral", "qwen3_moe", "gpt_oss")
+PARTS, NO_SEQUENCES = "context", ("vit", "mlp", "resnet")
 
 
 def _layers(blocks: Sequence[str]) -> list[str]:
@@ -64,10 +68,10 @@ def _layers(blocks: Sequence[str]) -> list[str]:
 
 
 def _flat(mesh: Mapping[str, int], sharding: int, **options: Any) -> Plan:
-    """Returns one stage on all processes."""
+    """Returns one stage on as many processes as the mesh has."""
 
     def plan(blocks: Sequence[str]) -> dict[str, Any]:
-        return _strategy([_stage(blocks, range(PROCESSES), mesh, sharding, options)], mesh, 1, None)
+        return _strategy([_stage(blocks, range(prod(mesh.values())), mesh, sharding, options)], mesh, 1, None)
 
     return plan
 
@@ -90,15 +94,16 @@ def _chain(places: int, chunks: int, schedule: str, mesh: Mapping[str, int], sha
 
 
 def _stage(blocks: Sequence[str], devices: Any, mesh: Any, sharding: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    by_block = {key: dict.fromkeys(_layers(blocks), how) for key, how in options.items() if isinstance(how, str) and how}
-    kept = {key: value for key, value in options.items() if not isinstance(value, str)}
+    by_block = {key: dict.fromkeys(_layers(blocks), options[key]) for key in ("recompute", "offload") if options.get(key)}
+    kept = {key: value for key, value in options.items() if key not in ("recompute", "offload")}
     stage = {"blocks": list(blocks), "devices": list(devices), "mesh": dict(mesh), "sharding": sharding}
     return stage | by_block | kept
 
 
 def _strategy(stages: list[Any], mesh: Mapping[str, int], microbatch: int, schedule: str | None) -> dict[str, Any]:
     replicas = mesh.get("replicate", 1) * mesh.get("shard", 1)
-    counts = {"batch": BATCH, "microbatch": [microbatch], "microbatches": [BATCH // replicas // microbatch]}
+    counts: dict[str, Any] = {"batch": BATCH, "microbatch": [microbatch], "microbatches": [BATCH // replicas // microbatch]}
+    counts |= {"reduction": TARGETS} if mesh.get("context", 1) > 1 else {}
     return counts | ({} if schedule is None else {"schedule": schedule}) | {"stages": stages}
 
 
@@ -142,10 +147,39 @@ def spread_plans() -> Iterator[tuple[str, str, Plan]]:
         yield f"PP+EP 4+TP+FSDP{more}", SPREAD, _chain(2, 1, "1f1b", pair, 1, recompute=how, expert=4)
 
 
+def context_plans(mixture: bool) -> Iterator[tuple[str, str, Plan]]:
+    """Yields the same of strategies that divide positions, on two, four and eight processes."""
+    pair, both = {"shard": 2, "context": 2}, {"shard": 2, "context": 2, "tensor": 2}
+    copies, cross = {"replicate": 2, "context": 4}, {"replicate": 2, "context": 2, "tensor": 2}
+    yield "2: CP 2", PARTS, _flat({"context": 2}, 0)
+    yield "4: CP 4 full", PARTS, _flat({"context": 4}, 0, recompute="full")
+    yield "4: CP 2+FSDP 1", PARTS, _flat(pair, 1)
+    yield "8: CP 4+replicate", PARTS, _flat(copies, 0)
+    yield "8: CP 4+FSDP 3 selective", PARTS, _flat({"shard": 2, "context": 4}, 3, recompute="selective")
+    yield "8: CP 2+hybrid", PARTS, _flat({"replicate": 2} | pair, 2)
+    yield "8: CP 2+FSDP 3 offload", PARTS, _flat({"shard": 4, "context": 2}, 3, offload="all", recompute="full")
+    yield "8: CP 2+TP", PARTS, _flat(cross, 0)
+    yield "8: CP 2+TP+FSDP full", PARTS, _flat(both, 3, recompute="full")
+    for way in (HEADS, RING):
+        yield f"2: CP 2 {way}", PARTS, _flat({"context": 2}, 0, context_method=way)
+        yield f"4: CP 4 {way} full", PARTS, _flat({"context": 4}, 0, recompute="full", context_method=way)
+        yield (
+            f"8: CP 4+FSDP 3 {way} selective",
+            PARTS,
+            _flat({"shard": 2, "context": 4}, 3, recompute="selective", context_method=way),
+        )
+        yield f"8: CP 2+TP+FSDP 1 {way}", PARTS, _flat(both, 1, context_method=way)
+    for level in (1, 3) if mixture else ():
+        yield f"8: CP 2+EP 4+TP+FSDP {level}", PARTS, _flat(both, level, recompute="selective", expert=4)
+        yield f"8: CP 4+EP 4+FSDP {level}", PARTS, _flat({"shard": 2, "context": 4}, level, recompute="full", expert=4)
+
+
 def _plans_for(kind: str) -> Iterator[tuple[str, str, Plan]]:
     yield from plans()
     if kind in MIXTURES:
         yield from spread_plans()
+    if kind not in NO_SEQUENCES:
+        yield from context_plans(kind in MIXTURES)
 
 
 def cells(kind: str) -> dict[str, dict[str, Any]]:
@@ -169,7 +203,7 @@ def _plain(kind: str, model: nn.Module) -> dict[str, Any]:
     for times in TIMES:
         optimizer.zero_grad()
         for _ in range(times):
-            value = KINDS[kind].loss(model(**batch), batch)
+            value = kind_of(kind).loss(model(**batch), batch)
             value.backward()  # type: ignore[no-untyped-call]
         if not found:
             found = {"loss": value.item(), "gradient": gradients(model)}
@@ -207,10 +241,13 @@ def difference(own: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tenso
 
 def _run(kind: str, model: nn.Module, data: Mapping[str, Any], plain: Mapping[str, Any], device: str) -> dict[str, Any]:
     """Returns one cell, on every process."""
-    strategy, batch = Strategy.from_dict(data), batch_of(kind)
+    strategy, batch, own = Strategy.from_dict(data), batch_of(kind), kind.endswith(LABELLED)
     size = strategy.pipelines[0].microbatch[0]
+    inputs = {name: value[:size] for name, value in batch.items()}
     try:
-        native = prepare(model, strategy, {name: value[:size] for name, value in batch.items()}, device)
+        if own and (reason := context_facts(model, inputs, Conduct(reduction=TARGETS)).no_context) is not None:
+            return {"refused": reason}
+        native = prepare(model, strategy, inputs, device)
     except InputError as error:
         return {"refused": str(error).removeprefix("native: ")}
     optimizer = torch.optim.AdamW(native.parameter_groups(), lr=RATE, foreach=False)  # a third of the time else
@@ -219,7 +256,11 @@ def _run(kind: str, model: nn.Module, data: Mapping[str, Any], plain: Mapping[st
     for times in TIMES:
         optimizer.zero_grad()
         for _ in range(times):
-            value = native.step(batch, KINDS[kind].loss).item()
+            if own:
+                (made := native(**batch).loss).backward()
+                value = made.item()
+            else:
+                value = native.step(batch, kind_of(kind).loss).item()
         if not found:
             if missing := [name for name, p in native.named_parameters() if p.grad is None and name in plain["gradient"]]:
                 raise AssertionError(f"no gradient: {missing[:3]}")
@@ -235,16 +276,21 @@ def _run(kind: str, model: nn.Module, data: Mapping[str, Any], plain: Mapping[st
 def run_cells(
     todo: Mapping[tuple[str, str], dict[str, Any]], limit_s: float = 1200.0, device: str = "cpu"
 ) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
-    """Runs cells in launches of eight processes; yields model and name of each with its figures, ``refused`` or ``failed``."""
-    models = {kind: build(kind) for kind, _ in todo}
-    plain = {kind: _plain(kind, copy.deepcopy(model)) for kind, model in models.items()}
+    """Runs cells, a launch for each number of processes; yields model and name with its figures, ``refused`` or ``failed``."""
+    model_of = {(kind, cell): kind + LABELLED if cell.endswith(PARTS) else kind for kind, cell in todo}
+    models = {name: build(name) for name in model_of.values()}
+    plain = {name: _plain(name, copy.deepcopy(model)) for name, model in models.items()}
+    by_size: dict[int, list[tuple[str, str]]] = {}
+    for key, data in todo.items():
+        by_size.setdefault(len(Strategy.from_dict(data).devices), []).append(key)
 
     def work(key: tuple[str, str]) -> dict[str, Any]:
-        kind = key[0]
-        return _run(kind, copy.deepcopy(models[kind]), todo[key], plain[kind], device)
+        name = model_of[key]
+        return _run(name, copy.deepcopy(models[name]), todo[key], plain[name], device)
 
     backend = "gloo" if device == "cpu" else "nccl"
-    for key, found in zip(todo, run_jobs(work, list(todo), PROCESSES, limit_s, backend=backend), strict=True):
+    jobs = [zip(keys, run_jobs(work, keys, size, limit_s, backend=backend), strict=True) for size, keys in by_size.items()]
+    for key, found in chain.from_iterable(jobs):
         wrong = next((one for one in found if "error" in one), None)
         refused = next((one for one in found if "refused" in one and "error" not in one), None)
         if wrong is not None:
@@ -283,7 +329,8 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
     parts = [replaced(text, r"(?m)^\d+ cells: .*$", summary)]
     reasons = list(dict.fromkeys(_short(row["refused"]) for row in refused))
     for title, hows in (("Plain", ("",)), ("Recomputed: full", ("full",)), ("Recomputed: selective", ("selective",)),
-                        ("In host memory", ("offload",)), ("Experts over devices", (SPREAD,))):  # fmt: skip
+                        ("In host memory", ("offload",)), ("Experts over devices", (SPREAD,)),
+                        ("Parts of the positions", (PARTS,))):  # fmt: skip
         if shown := [row for row in rows if row["cell"].rpartition("|")[2] in hows]:
             parts.append(_table(title, shown, reasons))
     parts.append("## Refused\n\n" + "\n".join(f"{n}. {reason}." for n, reason in enumerate(reasons, 1)) + "\n")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,16 @@ def _ids(generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator)}
 
 
+def _labels(generator: torch.Generator, masked: bool = False, packed: bool = False) -> dict[str, torch.Tensor]:
+    # 32 targets: scaling by a power of two rounds nothing where a model computes in single precision, as norms and routers do
+    ids, lengths = _ids(generator)["input_ids"], torch.tensor([3, 7, 5, 5, 2, 8, 4, 6])[:, None]
+    held = torch.arange(LENGTH) < lengths
+    made = {"input_ids": ids, "labels": torch.where(held, ids, -100)}
+    if packed:  # a second document begins where the first ends
+        made["position_ids"] = torch.where(held, torch.arange(LENGTH), torch.arange(LENGTH) - lengths)
+    return made | ({"attention_mask": held.long()} if masked else {})
+
+
 def _two_ids(generator: torch.Generator) -> dict[str, torch.Tensor]:
     ids = _ids(generator)["input_ids"]
     return {"input_ids": ids, "decoder_input_ids": ids.flip(0)}
@@ -50,6 +61,16 @@ def _vectors(generator: torch.Generator) -> dict[str, torch.Tensor]:
 
 def _next_token(output: Any, part: Batch) -> torch.Tensor:
     return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), part["input_ids"][:, 1:].flatten())
+
+
+def causal_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
+    """Returns the mean over targets, as transformers' models do in single precision."""
+    return F.cross_entropy(logits.view(-1, vocab_size), F.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1))
+
+
+def _own(output: Any, part: Batch) -> torch.Tensor:
+    loss: torch.Tensor = output.loss
+    return loss
 
 
 def _square(output: Any, part: Batch) -> torch.Tensor:
@@ -175,12 +196,30 @@ KINDS = {
 }  # fmt: skip
 
 
-def build(kind: str) -> nn.Module:
+LABELLED = "+labels"
+"""Ends the names of kinds that compute their own loss, over targets of unlike number by sample."""
+
+MASKED, PACKED = ("bert", "llama", "qwen3_moe", "opt", "distilbert"), ("qwen2",)
+"""Kinds whose labelled batches are padded, and those whose samples are two documents."""
+
+
+def kind_of(name: str) -> Kind:
+    """Returns a kind, or the labelled one that is made of it."""
+    kind, labelled, _ = name.partition(LABELLED)
+    if not labelled:
+        return KINDS[kind]
+    return replace(KINDS[kind], batch=partial(_labels, masked=kind in MASKED, packed=kind in PACKED), loss=_own)
+
+
+def build(name: str) -> nn.Module:
     """Returns a model of a kind, with the same values on every call."""
     torch.manual_seed(0)
-    return KINDS[kind].make().double().train()
+    model = kind_of(name).make().double().train()
+    if name.endswith(LABELLED):
+        model.loss_function = causal_loss
+    return model
 
 
-def batch_of(kind: str) -> dict[str, torch.Tensor]:
+def batch_of(name: str) -> dict[str, torch.Tensor]:
     """Returns its batch."""
-    return KINDS[kind].batch(torch.Generator().manual_seed(1))
+    return kind_of(name).batch(torch.Generator().manual_seed(1))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -36,6 +36,11 @@ Recompute = Literal["selective", "full"]
 Offload = Literal["optimizer", "all"]
 """Parts of a block in host memory: the optimizer state, or parameters, gradients and optimizer state."""
 
+ContextMethod = Literal["gather", "heads", "ring"]
+GATHER, HEADS, RING = CONTEXT_METHODS = get_args(ContextMethod)
+"""How parts of the positions attend to all of them: keys and values are gathered, parts of the positions become parts of the
+heads and back, or keys and values go around."""
+
 Couple = Literal["replica", "gather"]
 Buffers = Literal["whole", "replica"]
 Statistics = Literal["replica", "batch"]
@@ -57,6 +62,7 @@ class Stage(Record, frozen=True):
             gradients reduced once a step; 2 the same, reduced every micro-batch; 3 gathered again in the backward, too.
         sequence_parallel: Activations between the tensor-parallel parts of a block are split along the sequence.
         expert: Expert-parallel degree; it divides shard x context x tensor.
+        context_method: How parts of the positions attend to all.
         recompute: By block what runs again; blocks that are left out keep everything.
         offload: By block what is in host memory; blocks that are left out keep everything on their device.
         tensor: Layout over `tensor` by module path, as it is priced: "column", "row"; "packed column": several matrices in
@@ -70,6 +76,7 @@ class Stage(Record, frozen=True):
     sharding: Annotated[int, Meta(ge=0, le=3)] = 0
     sequence_parallel: bool = False
     expert: Count = 1
+    context_method: ContextMethod = "gather"
     recompute: dict[str, Recompute] = msgspec.field(default_factory=dict)
     offload: dict[str, Offload] = msgspec.field(default_factory=dict)
     tensor: dict[str, str] = msgspec.field(default_factory=dict)
@@ -329,6 +336,8 @@ def _pipeline_words(pipeline: Pipeline) -> str:
         if sizes != [1]:
             text = "-".join(map(str, sizes))
             words.append(f"{text} replicas" if axis == "replicate" else f"{names[axis]} {text}")
+            if axis == "context" and (methods := sorted({stage.context_method for stage in stages})) != [GATHER]:
+                words[-1] += f" (by {either(methods)})"
             levels = sorted({stage.sharding for stage in stages})
             if axis == "shard":
                 words[-1] += f" (level {either(map(str, levels))})"

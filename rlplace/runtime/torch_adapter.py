@@ -71,6 +71,7 @@ __all__ = [
     "reduce_in_order",
     "reduce_scatter",
     "replicate",
+    "ring_attention",
     "to_functional",
     "truncated_normal",
     "with_parameters",
@@ -82,6 +83,80 @@ __all__ = [
 # torch 2.13 has other words for them.
 all_gather: Any = getattr(_collectives, "all_gather_single", None) or _collectives.all_gather_tensor
 reduce_scatter: Any = getattr(_collectives, "reduce_scatter_single", None) or _collectives.reduce_scatter_tensor
+
+
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None, group: Any) -> Tensor:
+    """Attends to the keys and values of all of a group, which go around it while a process attends to those that it has.
+
+    `torch.distributed.tensor.experimental.context_parallel` does so on GPUs alone, for calls whose heads are equal in number,
+    and cuts inputs, not arguments of blocks: pytorch #144351.
+
+    Args:
+        query: [samples, heads, positions, width]; causal: two runs, one from each half of the sequence.
+        key: Its heads divide those of the queries.
+        value: As `key`.
+        causal: Whether positions see none after them.
+        scale: Of the products; None takes the width's.
+        group: The processes, in the order of their parts.
+    """
+    made: Tensor = _Ring.apply(query, key, value, causal, scale, group)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Ring(torch.autograd.Function):
+    """Torch's ring; in double precision its sums are, too."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None, group: Any) -> Tensor:
+        with _ring(query.dtype, causal) as ring:
+            kernel = partial(_on_shared, _kernels(query)[0])
+            out, sums, *rest = ring._templated_ring_attention(
+                group, 2, kernel, query, key, value, is_causal=causal, dropout_p=0.0, scale=scale
+            )
+        ctx.save_for_backward(query, key, value, out, sums, *(one for one in rest[:6] if isinstance(one, Tensor)))
+        ctx.how, ctx.rest = (causal, scale, group), rest[:6]
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        (causal, scale, group), (query, key, value, out, sums, *saved) = ctx.how, ctx.saved_tensors
+        names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+        held = iter(saved)
+        more = {name: next(held) if isinstance(one, Tensor) else one for name, one in zip(names, ctx.rest, strict=False)}
+        with _ring(query.dtype, causal) as ring:
+            made = ring._templated_ring_attention_backward(
+                group, 2, partial(_behind_shared, _kernels(query)[1]), gradient.contiguous(), "grad_out", query, key, value,
+                out, sums, is_causal=causal, dropout_p=0.0, scale=scale, **more,
+            )  # fmt: skip
+        return *made[:3], None, None, None
+
+
+@contextlib.contextmanager
+def _ring(dtype: torch.dtype, causal: bool) -> Iterator[Any]:
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring  # it loads much of torch
+
+    options = ring._ContextParallelOptions(dtype != torch.float64, causal, ring._RotateMethod.ALL_TO_ALL)
+    with mock.patch.object(ring, "_cp_options", options):
+        yield ring
+
+
+def _kernels(query: Tensor) -> tuple[Any, Any]:
+    aten, end = torch.ops.aten, "_for_cpu" if query.device.type == "cpu" else ""
+    names = f"_scaled_dot_product_flash_attention{end}", f"_scaled_dot_product_flash_attention{end}_backward"
+    return tuple(getattr(aten, name).default for name in names)  # type: ignore[return-value]
+
+
+def _on_shared(kernel: Any, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Any:
+    """Calls a kernel with heads of keys and values repeated for the queries that share them."""
+    times = query.shape[1] // key.shape[1]
+    return kernel(query, *(one.repeat_interleave(times, 1) if times > 1 else one for one in (key, value)), **how)
+
+
+def _behind_shared(kernel: Any, *, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Any:
+    times = query.shape[1] // key.shape[1]
+    wide = [one.repeat_interleave(times, 1) if times > 1 else one for one in (key, value)]
+    grads = kernel(query=query, key=wide[0], value=wide[1], **how)
+    return grads[0], *(one.unflatten(1, (-1, times)).sum(2) for one in grads[1:3])
 
 
 class NormOfGroup(BatchNorm):

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
+from rlplace.plan.strategy import GATHER, ContextMethod
 from rlplace.problem.check import freeze
 
 Floats = NDArray[np.float64]
@@ -24,12 +25,17 @@ NONE, SELECTIVE, FULL = range(3)
 RECOMPUTE = ("none", "selective", "full")
 
 COLLECTIVE_KINDS = (
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_gather", "reduce_scatter", "all_to_all", "all_reduce",
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_gather", "reduce_scatter", "all_to_all", "all_to_all",
+    "all_reduce",
 )  # fmt: skip
-"""Axis K: collectives of the tensor group, two of the context group, one of the expert group, and one of the replicas."""
+"""Axis K: collectives of the tensor group, three of the context group, one of the expert group, and one of the replicas."""
 
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, CONTEXT_GATHER, CONTEXT_SCATTER, EXPERT_ALL_TO_ALL, STATISTICS = range(8)
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, *_OTHERS = range(9)
+CONTEXT_GATHER, CONTEXT_SCATTER, CONTEXT_ALL_TO_ALL, EXPERT_ALL_TO_ALL, STATISTICS = _OTHERS
 """Indices of axis K."""
+
+RINGS = (CONTEXT_GATHER, CONTEXT_SCATTER)
+"""Those that go around under attention where the method of the context is a ring."""
 
 FORWARD_PASS, BACKWARD_PASS, STAGE_END, WITH_GRADIENTS = range(4)
 """Passes of a block; the last two are backwards, too: where a stage ends behind the block, so that a buffer has the incoming
@@ -46,6 +52,7 @@ class Cut:
         sequence_parallel: Whether activations between tensor-parallel parts are split along the sequence.
         context: Context-parallel degree: parts of the sequence.
         expert: Expert-parallel degree.
+        context_method: How parts of the sequence attend to all of it.
     """
 
     samples: int
@@ -53,6 +60,7 @@ class Cut:
     sequence_parallel: bool = False
     context: int = 1
     expert: int = 1
+    context_method: ContextMethod = GATHER
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +81,9 @@ class BlockPassCosts:
         halved_bytes: int64 [R, B], saved from the first half of a split backward to the second, in place of `kept_bytes`: with
             the gradients from which those of weights are computed, without activations behind the last weight.
         collective_bytes: float64 [2, K, B], bytes of the whole tensors that the groups move, by pass and kind; of an
-            all-to-all of experts those of one device.
+            all-to-all of experts or heads those of one device.
         collective_calls: float64 [2, K, B], number of calls.
+        hidden_s: float64 [2, B], seconds of attention that hide as many of `RINGS`.
     """
 
     forward_s: Floats
@@ -88,6 +97,7 @@ class BlockPassCosts:
     halved_bytes: Bytes
     collective_bytes: Floats
     collective_calls: Floats
+    hidden_s: Floats
 
     def __post_init__(self) -> None:
         freeze(self)

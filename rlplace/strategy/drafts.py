@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rlplace.plan.strategy import Pipeline, Stage, Strategy
+from rlplace.plan.strategy import GATHER, ContextMethod, Pipeline, Stage, Strategy
 from rlplace.strategy.costs import RECOMPUTE, Cut
 
 OFFLOAD = ("none", "optimizer", "all")
@@ -31,6 +31,7 @@ class Mesh:
         expert: Expert-parallel degree; divides shard x context x tensor.
         sharding: Level 0 to 3.
         sequence_parallel: See `rlplace.plan.strategy.Stage`.
+        context_method: See there.
     """
 
     devices: tuple[int, ...]
@@ -41,6 +42,7 @@ class Mesh:
     expert: int = 1
     sharding: int = 0
     sequence_parallel: bool = False
+    context_method: ContextMethod = GATHER
 
     @property
     def data_degree(self) -> int:
@@ -49,7 +51,7 @@ class Mesh:
 
     def cut(self, samples: int) -> Cut:
         """Returns how a pass of so many samples of a replica is cut."""
-        return Cut(samples, self.tensor, self.sequence_parallel, self.context, self.expert)
+        return Cut(samples, self.tensor, self.sequence_parallel, self.context, self.expert, self.context_method)
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,7 @@ class Draft:
             sharding=place.sharding,
             sequence_parallel=place.sequence_parallel,
             expert=place.expert,
+            context_method=place.context_method,
             recompute={names[b]: RECOMPUTE[self.recompute[b]] for b in blocks if self.recompute[b]},  # type: ignore[misc]
             offload={names[b]: OFFLOAD[self.offload[b]] for b in blocks if self.offload[b]},  # type: ignore[misc]
         )
@@ -192,7 +195,7 @@ def draft_of(pipeline: Pipeline, names: Sequence[str]) -> Draft:
     for stage in pipeline.stages:
         place = Mesh(
             stage.devices, stage.axis("replicate"), stage.axis("shard"), stage.axis("context"), stage.axis("tensor"),
-            stage.expert, stage.sharding, stage.sequence_parallel,
+            stage.expert, stage.sharding, stage.sequence_parallel, stage.context_method,
         )  # fmt: skip
         place_of_stage.append(places.setdefault(place, len(places)))
         bounds.append(bounds[-1] + len(stage.blocks))

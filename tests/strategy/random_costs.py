@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.plan.schedule import LOOP, ONE, SCHEDULES, V
+from rlplace.plan.strategy import CONTEXT_METHODS, GATHER
 from rlplace.strategy.costs import (
     COLLECTIVE_KINDS,
     CONTEXT_GATHER,
@@ -121,6 +122,7 @@ class RandomCosts:
             halved_bytes=keeps + (whole * self.between).astype(np.int64),
             collective_bytes=bytes_,
             collective_calls=calls,
+            hidden_s=np.stack([forward, backward]) * (0.01 if cut.context_method == "ring" else 0.0),
         )
 
     def held(self, tensor: int = 1, expert: int = 1) -> HeldCosts:
@@ -226,4 +228,5 @@ def _random_place(rng: Generator, devices: list[int], pipeline: bool) -> Mesh:
         left //= 2
     level = 0 if axes[1] == 1 else 1 if pipeline else int(rng.integers(1, 4))
     expert = int(rng.choice([1, 1, axes[1] if level else 1, prod(axes[1:])]))
-    return Mesh(tuple(devices), *axes, expert, level, axes[3] > 1 and bool(rng.random() < 0.5))
+    method = CONTEXT_METHODS[len(devices) % len(CONTEXT_METHODS)] if axes[2] > 1 else GATHER
+    return Mesh(tuple(devices), *axes, expert, level, axes[3] > 1 and bool(rng.random() < 0.5), method)

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD
 from rlplace.strategy.blocks.op_costs import PassOps, StepOps, TensorCollective
-from rlplace.strategy.costs import COLLECTIVE_KINDS, FULL, NONE, SELECTIVE, Cut
+from rlplace.strategy.costs import COLLECTIVE_KINDS, FULL, NONE, RINGS, SELECTIVE, Cut
 from tests.strategy.random_costs import RandomCosts
 
 PIECES, SELECTED = 10, 2
@@ -101,7 +101,14 @@ class RandomOps(RandomCosts):
         grown = step.is_gradient & (place > 0)
         size[grown] = weights[step.block[step.producer[grown]]] // PIECES
         collectives = [
-            TensorCollective(b, way, number, passes.collective_bytes[way, number, b] / calls, b * wide + 0.5 + call)
+            TensorCollective(
+                b,
+                way,
+                number,
+                passes.collective_bytes[way, number, b] / calls,
+                b * wide + 0.5 + call,
+                passes.hidden_s[way, b] * (number in RINGS) / calls,
+            )
             for b in range(blocks)
             for way in range(2)
             for number in range(len(COLLECTIVE_KINDS))

@@ -308,9 +308,9 @@ def test_a_tensor_group_sends_hidden_states(gpt2):
     layer = blocks.names.index("transformer.h.1")
     hidden = 4 * 32 * 64 * 4
     assert not whole.collective_calls.any()
-    assert half.collective_calls[:, :, layer].tolist() == [[2, *[0] * 7]] * 2
-    assert half.collective_bytes[:, :, layer].tolist() == [[2 * hidden, *[0] * 7]] * 2
-    assert sequence.collective_bytes[:, :, layer].tolist() == [[0, 2 * hidden, 2 * hidden, *[0] * 5]] * 2
+    assert half.collective_calls[:, :, layer].tolist() == [[2, *[0] * 8]] * 2
+    assert half.collective_bytes[:, :, layer].tolist() == [[2 * hidden, *[0] * 8]] * 2
+    assert sequence.collective_bytes[:, :, layer].tolist() == [[0, 2 * hidden, 2 * hidden, *[0] * 6]] * 2
     assert half.sent_bytes[layer] - sequence.sent_bytes[layer] == hidden / 2
     assert (sequence.kept_bytes[NONE] <= half.kept_bytes[NONE]).all()
 

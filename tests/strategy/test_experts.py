@@ -11,10 +11,10 @@ from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import collective_s
 from rlplace.errors import InputError
 from rlplace.model.graph.opgraph import UPDATE
-from rlplace.plan.strategy import uniform_words
+from rlplace.plan.strategy import CONTEXT_METHODS, uniform_words
 from rlplace.strategy.blocks.experts import IMBALANCE
 from rlplace.strategy.blocks.price import PricedBlocks
-from rlplace.strategy.costs import CONTEXT_GATHER, CONTEXT_SCATTER, EXPERT_ALL_TO_ALL, Cut
+from rlplace.strategy.costs import CONTEXT_ALL_TO_ALL, CONTEXT_GATHER, CONTEXT_SCATTER, EXPERT_ALL_TO_ALL, RINGS, Cut
 from rlplace.strategy.drafts import Draft, Mesh, draft_of, kind_of
 from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.executor.meshes import lanes
@@ -123,17 +123,18 @@ HIDDEN = 4 * 32 * 64 * 4
 """Bytes: samples, positions, features, floats."""
 
 
-@pytest.mark.parametrize(("name", "size"), [("bert", 2 * HIDDEN), ("gpt2", 2 * HIDDEN), ("llama", HIDDEN)])
-def test_context_by_hand(name: str, size: int) -> None:
+@pytest.mark.parametrize(("name", "size", "packed"), [("bert", 2 * HIDDEN, 0), ("gpt2", 2 * HIDDEN, 1), ("llama", HIDDEN, 0)])
+def test_context_by_hand(name: str, size: int, packed: int) -> None:
     """Everything along the sequence is halved; keys and values are gathered, kept, and their gradients summed once a pass.
 
-    GPT-2 has both in one tensor with the queries; of Llama's two heads both read one of keys and values.
+    GPT-2 has both in one tensor with the queries, whose part stays, too; of Llama's two heads both read one of keys and values.
     """
     blocks = PricedBlocks(captured(name), "h100:8", captured(name, 8))
     whole, half, quarter = (blocks.passes(0, Cut(4, context=degree)) for degree in (1, 2, 4))
     for degree, cut in ((2, half), (4, quarter)):
         assert cut.returned_bytes[MIDDLE] == HIDDEN / degree
-        kept = whole.kept_bytes[:, MIDDLE] / degree + [size, size, 0]  # by recomputation
+        gathered = size if packed else size - size / degree
+        kept = whole.kept_bytes[:, MIDDLE] / degree + [gathered, gathered, 0]  # by recomputation
         assert cut.kept_bytes[:, MIDDLE] == pytest.approx(kept, rel=0.01)
         assert cut.collective_bytes[:, CONTEXT_GATHER, MIDDLE].tolist() == [size, 0]
         assert cut.collective_bytes[:, CONTEXT_SCATTER, MIDDLE].tolist() == [0, size]
@@ -144,11 +145,39 @@ def test_context_by_hand(name: str, size: int) -> None:
     assert (work[1].op_flops[~passes] == work[0].op_flops[~passes]).all()
 
 
+@pytest.mark.parametrize(("name", "keys", "packed"), [("bert", 2, 0), ("gpt2", 2, 1), ("llama", 1, 0)])
+def test_other_methods_of_the_context_by_hand(name: str, keys: float, packed: int) -> None:
+    """`heads` sends a part of queries, keys, values and results both ways; `ring` sends keys and values, and their gradients.
+
+    Both keep the part of keys and values alone, `heads` another copy of the result. Of Llama's one head of keys every process
+    takes all of it, repeated.
+    """
+    blocks = PricedBlocks(captured(name), "h100:8", captured(name, 8))
+    plain, heads, ring = (blocks.passes(0, Cut(4, context=2, context_method=way)) for way in CONTEXT_METHODS)
+    part = HIDDEN / 2
+    assert (heads.collective_calls[:, CONTEXT_ALL_TO_ALL, MIDDLE] == 4).all()
+    assert (heads.collective_bytes[:, CONTEXT_ALL_TO_ALL, MIDDLE] == 4 * part).all()
+    assert not heads.collective_calls[:, RINGS].any() and not heads.hidden_s.any()
+    assert ring.collective_bytes[:, RINGS, MIDDLE].tolist() == [[keys * HIDDEN, 0], [keys * HIDDEN, keys * HIDDEN]]
+    more = plain.kept_bytes[:, MIDDLE] - (keys * HIDDEN if packed else keys * part) * np.array([1, 1, 0])
+    assert ring.kept_bytes[:, MIDDLE] == pytest.approx(more, rel=0.01)
+    copies = (4 if packed else 1) * part * np.array([1, 1, 0])
+    assert heads.kept_bytes[:, MIDDLE] - ring.kept_bytes[:, MIDDLE] == pytest.approx(copies, rel=0.01)
+    assert (ring.forward_s == plain.forward_s).all() and (ring.hidden_s[:, MIDDLE] > 0).all()
+    traffic = ClusterTraffic(CLUSTER)
+    tables = traffic.tables_inside(Mesh((0, 1), context=2, context_method="ring"), False)
+    bare, hidden = (
+        traffic.moved_s(tables, ring.collective_bytes, ring.collective_calls, beside) for beside in (None, ring.hidden_s)
+    )
+    assert (hidden >= 0).all() and hidden == pytest.approx(np.maximum(bare - ring.hidden_s, 0))
+    assert "cannot be dealt to 4" in str(blocks.why_not(Cut(4, 2, context=2, context_method="heads")))
+
+
 def test_both_groups_divide_what_both_cut() -> None:
     blocks = PricedBlocks(captured("bert"), "h100:8", captured("bert", 8))
     both, tensor = blocks.passes(0, Cut(4, 2, True, 2)), blocks.passes(0, Cut(4, 2, True))
     gathered = both.collective_bytes[0, CONTEXT_GATHER, MIDDLE]
-    assert both.kept_bytes[0, MIDDLE] == pytest.approx(tensor.kept_bytes[0, MIDDLE] / 2 + gathered, rel=0.01)
+    assert both.kept_bytes[0, MIDDLE] == pytest.approx(tensor.kept_bytes[0, MIDDLE] / 2 + gathered / 2, rel=0.01)
     assert (both.collective_bytes[:, :3] * 2 == tensor.collective_bytes[:, :3]).all()
     assert gathered == 2 * HIDDEN / 2  # heads are cut
 

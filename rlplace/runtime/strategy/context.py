@@ -3,70 +3,26 @@
 What comes before the first block with attention (embeddings, positions, masks) runs on whole sequences, on every process alike,
 so that it is what the plain model computes, whatever code does it. Blocks with attention take their part of every argument;
 what follows them gets parts. Inside of a block only `torch.nn.functional.scaled_dot_product_attention` may mix positions:
-queries of a part attend to the keys and values of all parts, gathered in their order, as in Llama 3 (arXiv 2407.21783, section
-3.3.2) and Transformer Engine (pull request 1060). A cross-entropy takes the targets of the part, after the model has shifted
-them. A part is two runs of positions, one from each half of the sequence, so that causal attention is equal work for all.
+queries of a part attend to those of all parts (`rlplace.runtime.strategy.attention`). A cross-entropy takes the targets of the
+part, after the model has shifted them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
 from rlplace.errors import InputError
 from rlplace.model.torch_adapter import pytree
-from rlplace.runtime.base.ranks import group_of
+from rlplace.runtime.strategy.attention import Attend, Call, Part, attention
 from rlplace.runtime.strategy.why_not import uneven
-from rlplace.runtime.torch_adapter import all_gather, counted_losses, reduce_scatter, without_modes
-
-
-class Part(NamedTuple):
-    """One of the parts of a sequence: run `number` of its first half, and the run as far from the end of the second."""
-
-    number: int
-    degree: int
-
-    def starts(self, length: int) -> tuple[int, int]:
-        """Returns where its two runs begin in a sequence of so many positions."""
-        run = length // (2 * self.degree)
-        return self.number * run, (2 * self.degree - 1 - self.number) * run
-
-    def of(self, value: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns its positions of a whole value."""
-        run = value.shape[dim] // (2 * self.degree)
-        return torch.cat([value.narrow(dim, start, run) for start in self.starts(value.shape[dim])], dim)
-
-
-def _whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns all positions (dimension -2) of the parts, in their order."""
-    pairs = [part.chunk(2, -2) for part in parts]
-    return torch.cat([first for first, _ in pairs] + [second for _, second in reversed(pairs)], -2)
-
-
-class _GatherPositions(torch.autograd.Function):
-    """Keys or values of all positions; gradients are summed over the group, each process has that of its part."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
-        ctx.ranks = ranks
-        return _whole(all_gather(value.contiguous(), 0, group_of(ranks, "context")).chunk(len(ranks)))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        parts = [Part(number, len(ctx.ranks)).of(gradient, -2) for number in range(len(ctx.ranks))]
-        return reduce_scatter(torch.cat(parts), "sum", 0, group_of(ctx.ranks, "context")), None
-
-
-Gather = Callable[[torch.Tensor], torch.Tensor]
-attention: Any = F.scaled_dot_product_attention
+from rlplace.runtime.torch_adapter import counted_losses
 
 
 class Context:
@@ -77,7 +33,8 @@ class Context:
         attending: By path of the blocks with attention, with the position of the activation among their flat arguments.
         others: Paths of all other blocks.
         part: The part.
-        gather: Returns all positions of keys or values (dimension -2) from those of the part.
+        attend: How the part attends.
+        whole_masks: Whether it takes masks of all queries.
 
     Attributes:
         unit: The block that runs, or ran last.
@@ -86,9 +43,15 @@ class Context:
     """
 
     def __init__(
-        self, model: nn.Module, attending: Mapping[str, int], others: Collection[str], part: Part, gather: Gather
+        self,
+        model: nn.Module,
+        attending: Mapping[str, int],
+        others: Collection[str],
+        part: Part,
+        attend: Attend,
+        whole_masks: bool = False,
     ) -> None:
-        self._part, self._gather, self._length = part, gather, 0
+        self._part, self._attend_as, self._whole_masks, self._length = part, attend, whole_masks, 0
         named = (torch.Tensor.view, torch.Tensor.reshape)
         self._shapes = Replaced({function: partial(self._own_shape, function) for function in named})
         self.unit, self.by_positions = "", list[bool]()
@@ -133,7 +96,7 @@ class Context:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim():
             return leaf
         if leaf.dim() > 3 and leaf.shape[-1] == self._length:
-            return self._part.of(leaf, -2) if leaf.shape[-2] == self._length else leaf
+            return self._part.of(leaf, -2) if leaf.shape[-2] == self._length and not self._whole_masks else leaf
         dims = range(1, leaf.dim() - (leaf.dim() > 2)) if leaf.dim() > 1 else (0,)
         along = next((dim for dim in dims if leaf.shape[dim] == self._length), None)
         return leaf if along is None else self._part.of(leaf, along)
@@ -161,16 +124,7 @@ class Context:
         """Attends from the queries of the part to the keys and values of all positions."""
         if query.shape[-2] * self._part.degree != self._length or key.shape[-2] != query.shape[-2]:
             raise InputError(f"native: {self.unit} attends to other positions than its own sequence; plan with context=1")
-        key, value = self._gather(key), self._gather(value)
-        if not is_causal:
-            return attention(query, key, value, attn_mask, dropout_p, **how)
-        made = []
-        for start, rows in zip(self._part.starts(self._length), query.chunk(2, -2), strict=True):
-            end = start + rows.shape[-2]
-            with without_modes():
-                bias = causal_lower_right(rows.shape[-2], end)
-            made.append(attention(rows, key[..., :end, :], value[..., :end, :], bias, dropout_p, **how))
-        return torch.cat(made, -2)
+        return self._attend_as(Call(query, key, value, attn_mask, dropout_p, is_causal, how))
 
 
 class Replaced(TorchFunctionMode):
@@ -186,15 +140,3 @@ class Replaced(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._functions.get(function, function)(*args, **(kwargs or {}))
-
-
-def run_parts(
-    model: nn.Module, attending: Mapping[str, int], others: Collection[str], part: Part, ranks: Sequence[int]
-) -> None:
-    """Makes the forward of a model run on this process's part; the forwards of blocks are replaced."""
-    Context(model, attending, others, part, partial(_gather, ranks=tuple(ranks)))
-
-
-def _gather(value: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
-    made: torch.Tensor = _GatherPositions.apply(value, ranks)  # type: ignore[no-untyped-call]
-    return made

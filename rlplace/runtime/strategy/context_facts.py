@@ -12,6 +12,7 @@ import copy
 from collections.abc import Collection
 from contextlib import nullcontext
 from functools import partial
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +26,11 @@ from rlplace.model.torch_adapter import FakeTensor, pytree
 from rlplace.plan.strategy import MEAN, SUM, TARGETS
 from rlplace.runtime.base.batches import Batch, Targets
 from rlplace.runtime.base.steps import loss_of
+from rlplace.runtime.strategy.attention import NO_RING, Part, attend_gathered, attention
 from rlplace.runtime.strategy.blocks import units
-from rlplace.runtime.strategy.context import Context, Part, Replaced, attention
+from rlplace.runtime.strategy.context import Context, Replaced
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
-from rlplace.runtime.strategy.why_not import Conduct, uneven
+from rlplace.runtime.strategy.why_not import Conduct, ContextFacts, uneven
 
 _ALIKE = 1e-6
 """Difference that is rounding in double precision, relative to the largest value."""
@@ -51,8 +53,8 @@ class Attending(NamedTuple):
 
     units: dict[str, int]  # paths of the blocks with attention, with the position of the activation among their flat arguments
     others: tuple[str, ...]  # all other blocks
-    positions: int  # of the example inputs
     whole: list[torch.Tensor]  # keys and values of every attention in turn
+    facts: ContextFacts
 
 
 def attending_units(model: nn.Module, inputs: Batch, blocks: Collection[str] = ()) -> Attending:
@@ -63,6 +65,10 @@ def attending_units(model: nn.Module, inputs: Batch, blocks: Collection[str] = (
     """
     found, whole, running, lengths = dict(units(model, blocks)), list[torch.Tensor](), list[str](), list[int]()
     calls: dict[str, list[Any]] = {}
+    heads: list[tuple[int, int]] = []
+    no_ring = list[str]()
+    # On fake tensors transformers' models make the mask that real ones call causal.
+    masked = any("mask" in name or "position" in name for name in inputs)
     seen: dict[str, None] = {}
 
     def enter(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -75,6 +81,10 @@ def attending_units(model: nn.Module, inputs: Batch, blocks: Collection[str] = (
         seen[running[-1]] = None
         lengths.extend((query.shape[-2], key.shape[-2]))
         whole.extend((key.detach(), value.detach()))
+        heads.append((query.shape[1], key.shape[1]) if query.dim() == 4 else (1, 1))
+        given = dict(zip(("attn_mask", "dropout_p"), options, strict=False)) | how
+        if (given.get("attn_mask") is not None and (masked or not isinstance(query, FakeTensor))) or given.get("dropout_p"):
+            no_ring.append(NO_RING)
         return attention(query, key, value, *options, **how)
 
     hooks = [unit.register_forward_pre_hook(partial(enter, path), with_kwargs=True) for path, unit in found.items()]
@@ -104,7 +114,9 @@ def attending_units(model: nn.Module, inputs: Batch, blocks: Collection[str] = (
         if not places:
             raise InputError(f"{path} takes no activation of samples x positions x width")
         made[path] = places[0]
-    return Attending(made, tuple(path for path in found if path not in made), lengths[0], whole)
+    others, common = tuple(path for path in found if path not in made), gcd(*(own for own, _ in heads))
+    shared = tuple(sorted({keys for _, keys in heads}))
+    return Attending(made, others, whole, ContextFacts(None, lengths[0], common, shared, next(iter(no_ring), None)))
 
 
 def observe_attention(model: nn.Module, inputs: Batch, blocks: Collection[str] = ()) -> Attending:
@@ -114,8 +126,8 @@ def observe_attention(model: nn.Module, inputs: Batch, blocks: Collection[str] =
         return attending_units(fake_copy(model, mode), fake_inputs(dict(inputs), mode), blocks)
 
 
-def context_facts(model: nn.Module, inputs: Any, conduct: Conduct) -> tuple[str | None, int]:
-    """Returns why a model cannot run on parts of the positions (None where it can), and the positions of its inputs.
+def context_facts(model: nn.Module, inputs: Any, conduct: Conduct) -> ContextFacts:
+    """Returns whether and how a model can run on parts of the positions.
 
     Args:
         model: Real or meta module; it is not changed.
@@ -125,7 +137,7 @@ def context_facts(model: nn.Module, inputs: Any, conduct: Conduct) -> tuple[str 
     """
     mode, reduction = None if conduct.unseen is None else new_fake_mode(), conduct.reduction
     if reduction not in (MEAN, SUM, TARGETS):
-        return "its loss is no mean over positions or targets", 0
+        return ContextFacts("its loss is no mean over positions or targets")
     reason = ""
     for double in (True, False) if mode is None else (False,):  # some models have dtypes of their own
         try:
@@ -140,29 +152,29 @@ def context_facts(model: nn.Module, inputs: Any, conduct: Conduct) -> tuple[str 
             with any_dtype_grouped_mm(), caches_off(own), torch.enable_grad(), torch.random.fork_rng([]), mode or nullcontext():
                 return _checked(own, given, reduction, alike)
         except InputError as error:
-            return str(error).removeprefix("native: "), 0
+            return ContextFacts(str(error).removeprefix("native: "))
         except Exception as error:  # the model's own code runs on parts
             line = (str(error).strip().splitlines() or [""])[0][:160]
             reason = f"its forward does not run on a part of the positions ({type(error).__name__}: {line})"
-    return reason, 0
+    return ContextFacts(reason)
 
 
 def _cast(leaf: torch.Tensor, double: bool) -> torch.Tensor:
     return leaf.double() if double and leaf.is_floating_point() else leaf
 
 
-def _checked(model: nn.Module, inputs: Batch, reduction: str, alike: float) -> tuple[str | None, int]:
+def _checked(model: nn.Module, inputs: Batch, reduction: str, alike: float) -> ContextFacts:
     found = attending_units(model, inputs)
-    if found.positions % 4:
-        return uneven(found.positions, 2), found.positions
+    if found.facts.positions % 4:
+        raise InputError(uneven(found.facts.positions, 2))
     whole, _ = _loss(model, inputs, reduction)
     numbers = range(1 if isinstance(whole, FakeTensor) else 2)
     losses = [_part_loss(model, inputs, reduction, found, Part(number, 2), alike) for number in numbers]
     if not isinstance(whole, FakeTensor):
         parts = sum(value * count for value, count in losses) / (1 if reduction == SUM else sum(count for _, count in losses))
         if not abs(float(parts) - float(whole)) <= alike * max(abs(float(whole)), 1e-3):
-            return f"the loss of two parts of the positions is {float(parts):.6g}, of all {float(whole):.6g}", found.positions
-    return None, found.positions
+            raise InputError(f"the loss of two parts of the positions is {float(parts):.6g}, of all {float(whole):.6g}")
+    return found.facts
 
 
 def _loss(model: nn.Module, inputs: Batch, reduction: str) -> tuple[torch.Tensor, float]:
@@ -186,7 +198,8 @@ def _part_loss(
             raise InputError(f"{context.unit}: keys and values of a part are no part of those of the whole, so positions mix")
         return whole
 
-    context, mixes = Context(model, found.units, found.others, part, gather), _Mixes(found.positions // part.degree)
+    attend, mixes = partial(attend_gathered, part=part, gather=gather), _Mixes(found.facts.positions // part.degree)
+    context = Context(model, found.units, found.others, part, attend)
     if isinstance(found.whole[0], FakeTensor):
         context.watch = mixes
     try:

@@ -35,7 +35,7 @@ from rlplace.runtime.strategy.model_layouts import find_layouts
 from rlplace.runtime.strategy.recorded import why_unlike
 from rlplace.runtime.strategy.rehearsal import rehearse, rows_of
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
-from rlplace.runtime.strategy.why_not import COUPLES, Conduct, ModelFacts, TensorFacts
+from rlplace.runtime.strategy.why_not import COUPLES, Conduct, ContextFacts, ModelFacts, TensorFacts
 from rlplace.strategy.layouts.cut_moves import SAMPLE
 from rlplace.strategy.layouts.forward_ops import ForwardOps
 
@@ -166,9 +166,8 @@ def facts_of(
         no_gather = facts.no_cut or why_no_gather(module, keyword_inputs(module, inputs), conduct.mixing)
     facts = replace(facts, conduct=conduct, no_gather=no_gather)
     if loss is not None:
-        return replace(facts, no_context="its loss lies outside of the model")
-    no_context, positions = context_facts(module, inputs, conduct)
-    return replace(facts, no_context=no_context, positions=positions)
+        return replace(facts, context=ContextFacts("its loss lies outside of the model"))
+    return replace(facts, context=context_facts(module, inputs, conduct))
 
 
 def _no_samples(stages: Sequence[StageGraph], inputs: Batch) -> str | None:

@@ -19,16 +19,17 @@ from rlplace.model.capture.caches import turn_off_caches
 from rlplace.model.capture.fake import meta_copy
 from rlplace.model.capture.inputs import are_items
 from rlplace.plan.schedule import SCHEDULES
-from rlplace.plan.strategy import Pipeline, Strategy
+from rlplace.plan.strategy import HEADS, Pipeline, Strategy
 from rlplace.runtime.base.batches import Batch, cast, repeated
 from rlplace.runtime.base.model import Batching
 from rlplace.runtime.base.steps import Loss
 from rlplace.runtime.state.values import Values, deferred_values, move, saved_values
 from rlplace.runtime.state.whole import ParameterHooks
+from rlplace.runtime.strategy.attention import Part, attends
 from rlplace.runtime.strategy.blocks import observe, tied_names, units
 from rlplace.runtime.strategy.buffers import Accumulation, StepBuffers
 from rlplace.runtime.strategy.capture import UnitGraph, capture, uncalled
-from rlplace.runtime.strategy.context import Part, run_parts
+from rlplace.runtime.strategy.context import Context
 from rlplace.runtime.strategy.context_facts import observe_attention
 from rlplace.runtime.strategy.cut import StageGraph, cut, same_held, stage_module
 from rlplace.runtime.strategy.facts import model_facts
@@ -39,7 +40,7 @@ from rlplace.runtime.strategy.pipeline import PipelineRun, Recorded, StageModule
 from rlplace.runtime.strategy.reach import Reached, reduce_unlike
 from rlplace.runtime.strategy.statistics import join_statistics
 from rlplace.runtime.strategy.strategy_model import StrategyModel
-from rlplace.runtime.strategy.why_not import minor_version, why_not
+from rlplace.runtime.strategy.why_not import minor_version, why_no_method, why_not
 from rlplace.runtime.strategy.wrap import StageTies, wrap_stage
 
 
@@ -121,8 +122,11 @@ def prepare(
         forward.record(example_inputs)
         vars(model)["forward"] = forward
     if attending is not None:
-        part = Part(place.column % place.context, place.context)
-        run_parts(model, attending.units, attending.others, part, place.context_ranks)
+        if (reason := next(why_no_method(stage, attending.facts), None)) is not None:
+            raise InputError(f"native: {reason}")
+        part, method = Part(place.column % place.context, place.context), stage.context_method
+        attend = attends(method, part, place.context_ranks)
+        Context(model, attending.units, attending.others, part, attend, whole_masks=method == HEADS)
     unreached = seen is None or (seen.unreached and not seen.reentrant)
     how: dict[str, Any] = {"mixed_precision": mixed_precision, "unreached": unreached}
     how["outside"] = () if seen is None else seen.outside

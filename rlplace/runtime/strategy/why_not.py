@@ -15,7 +15,7 @@ from typing import Any
 
 from rlplace.model.capture.optimizers import OPTIMIZERS
 from rlplace.plan.schedule import ONE_F_ONE_B, SCHEDULES, V
-from rlplace.plan.strategy import MEAN, Pipeline, Stage, Strategy
+from rlplace.plan.strategy import HEADS, MEAN, RING, Pipeline, Stage, Strategy
 
 OLDEST = (2, 11)
 """Of torch; what runs here was compared with the plain model on this version and on the newest."""
@@ -45,6 +45,17 @@ class TensorFacts:
     def words(self) -> Mapping[str, str]:
         """Layouts by module path: those of `layouts`, and ``vocabulary``."""
         return {**self.layouts, **dict.fromkeys(self.vocabulary, "vocabulary")}
+
+
+@dataclass(frozen=True)
+class ContextFacts:
+    """Facts about a model's attention; the defaults say that it was not examined."""
+
+    no_context: str | None = None  # why processes cannot run on parts of the positions
+    positions: int = 0  # of a sample that attention runs over
+    heads: int = 0  # of queries, what all attention has in common
+    shared: tuple[int, ...] = ()  # of keys and values
+    no_ring: str | None = None  # why keys and values cannot go around
 
 
 @dataclass(frozen=True)
@@ -129,8 +140,7 @@ class ModelFacts:
     branches: bool = False  # it reads them outside of blocks, and may call other blocks
     handed: str | None = None  # a block that gets an object with a state, such as a cache
     no_gather: str | None = None  # why replicas cannot gather the values that a loss reads
-    no_context: str | None = None  # why processes cannot run on parts of the positions
-    positions: int = 0  # of a sample that attention runs over
+    context: ContextFacts = ContextFacts()
     conduct: Conduct | None = None  # how a step treats samples, buffers and parameters; None when it was not rehearsed
     experts: int = 0  # expert degrees divide it
     no_experts: str | None = None  # why no module's experts can be spread; None where they can
@@ -208,6 +218,20 @@ def uneven(length: int, degree: int) -> str:
     )
 
 
+def why_no_method(stage: Stage, facts: ContextFacts) -> Iterator[str]:
+    """Yields why the attention of a model cannot run by the method of a stage."""
+    degree, tensor = stage.axis("context"), stage.axis("tensor")
+    other = "plan with another context_method, such as gather"
+    if stage.context_method == RING and facts.no_ring is not None:
+        yield f"{facts.no_ring}; {other}"
+    if stage.context_method == HEADS and facts.heads % (degree * tensor):
+        yield f"context {degree}{f' x tensor {tensor}' if tensor > 1 else ''} does not divide {facts.heads} heads; {other}"
+    for shared in facts.shared if stage.context_method == HEADS else ():
+        own = max(1, shared // tensor)
+        if own % degree and degree % own:
+            yield f"context {degree} neither divides {own} heads of keys and values nor is their multiple; {other}"
+
+
 @cache
 def _installed() -> str:
     return version("torch")
@@ -258,11 +282,11 @@ def _experts(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
 
 def _context(pipeline: Pipeline, stage: Stage, facts: ModelFacts) -> Iterator[str]:
     """Yields why processes cannot divide the positions of samples (`rlplace.runtime.strategy.context`)."""
-    degree = stage.axis("context")
-    if facts.no_context is not None:
-        yield f"no context parallelism: {facts.no_context}; plan with context=1"
-    if facts.positions % (2 * degree):
-        yield uneven(facts.positions, degree)
+    if facts.context.no_context is not None:
+        yield f"no context parallelism: {facts.context.no_context}; plan with context=1"
+    if facts.context.positions % (2 * stage.axis("context")):
+        yield uneven(facts.context.positions, stage.axis("context"))
+    yield from why_no_method(stage, facts.context)
     if len(pipeline.stages) > 1:
         yield "the axis context is not run in pipelines yet; plan with context=1 or pipeline=1"
     if stage.sequence_parallel:

@@ -1,14 +1,10 @@
-"""Layouts over an expert group, which spreads experts over its devices, and over a context group, which cuts the sequence.
+"""Layouts over an expert group, which spreads experts over its devices.
 
 Experts are products that read one weight for all of them, cut by expert: torch's and transformers' grouped products, whose rows
 a router has sorted. Every device of an expert group holds some experts and works on the tokens of all devices that chose them:
 on average as many as it had itself, but on the busiest one `IMBALANCE` times as many. A tensor group inside of it divides its
 tokens, which all of its devices have, instead of the experts' matrices, as torchtitan does (its `ReordererSequenceParallel`).
 
-In a context group what comes before the first block with attention works on whole sequences, what follows on a part
-(`rlplace.runtime.strategy.context`): fused attention gathers the keys and values of all devices, keeps them for the backward
-and reduces their gradients. A device has two parts, one from each half of the sequence, so that a causal mask leaves all
-devices equal work. The capture has the dimensions along the sequence (`rlplace.strategy.layouts.forward_ops`).
 """
 
 from __future__ import annotations
@@ -20,19 +16,15 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.model.graph.opgraph import BUFFER, FORWARD, GRADIENT, PARAMETER, UPDATE, OpGraph
+from rlplace.model.graph.opgraph import FORWARD, PARAMETER, UPDATE, OpGraph
 from rlplace.strategy.costs import (
     ALL_GATHER,
     BACKWARD_PASS,
-    CONTEXT_GATHER,
-    CONTEXT_SCATTER,
     EXPERT_ALL_TO_ALL,
     FORWARD_PASS,
     REDUCE_SCATTER,
     Cut,
 )
-from rlplace.strategy.layouts.cut_moves import ROW
-from rlplace.strategy.layouts.forward_ops import ForwardOps
 from rlplace.strategy.layouts.tensor_layout import LayoutCollective, TensorLayout
 
 IMBALANCE = 1.1
@@ -147,100 +139,3 @@ def _whole(graph: OpGraph) -> TensorLayout:
     """Returns the layout of a tensor group of one device."""
     ones = [np.ones(count, dtype=np.int32) for count in (graph.num_ops, graph.num_tensors, len(graph.parameters))]
     return TensorLayout(1, ones[0], {}, ones[1], ones[2], (), {})
-
-
-_PRICED = ("m", "queries", "rows")
-"""Names of the dimensions along the sequence by which ops are priced."""
-
-
-def why_no_context(ops: ForwardOps, degree: int) -> str | None:
-    """Explains why the sequence cannot be divided; None where it can."""
-    attention = _attention(ops)
-    if not attention:
-        return "the model has no fused attention along a sequence, which context parallelism needs; leave context at 1"
-    for op in np.flatnonzero(ops.product).tolist():
-        kind = ops.graph.op_kind[op]
-        alone = kind == "conv" or (kind in ("gemm", "bmm") and not ops.weights(op))
-        if alone and _rows(ops, op):
-            return f"{ops.graph.op_names[op]} works along the sequence, but is no fused attention; leave context at 1"
-    for op in attention:
-        for name in _rows(ops, op):
-            size = ops.indices.dims[op][name]
-            if size % (2 * degree):
-                return (
-                    f"a sequence of {size} positions cannot be cut into {2 * degree} parts, two for each device of the context"
-                )
-    return None
-
-
-def context_layout(ops: ForwardOps, degree: int, routed: NDArray[np.bool_]) -> TensorLayout:
-    """Returns the layout of a step, which `why_no_context` allows, over a context group of `degree` devices.
-
-    `routed` is bool [N], ops that work on the tokens of experts.
-    """
-    graph, indices = ops.graph, ops.indices
-    op_parts, tensor_parts = (np.ones(count, dtype=np.int32) for count in (graph.num_ops, graph.num_tensors))
-    held = np.isin(graph.tensor_role, (PARAMETER, BUFFER, GRADIENT))
-    before = min(int(ops.given[op]) for op in _attention(ops))
-    whole_op = (graph.op_phase == FORWARD) & (ops.given < before)
-    for tensor, sizes in indices.axes.items():
-        if not held[tensor] and any(ops.runs_along(tensor, axis) == ROW for axis in range(len(sizes))):
-            tensor_parts[tensor] = degree
-    for op in np.flatnonzero(graph.op_phase == FORWARD).tolist():
-        if whole_op[op]:
-            continue
-        reads = ops.reads[op] if ops.searched[op] else ops.views[op]
-        if routed[op] or (_rows(ops, op) if op in indices.dims else any(tensor_parts[tensor] > 1 for tensor in reads)):
-            op_parts[op] = degree
-        for tensor in ops.makes[op]:
-            if not held[tensor] and (routed[op] or tensor not in indices.axes):
-                tensor_parts[tensor] = op_parts[op]
-    follows = (graph.op_phase != FORWARD) & (graph.op_phase != UPDATE) & (graph.op_forward >= 0)
-    op_parts[follows] = op_parts[graph.op_forward[follows]]
-    behind = (graph.tensor_producer >= 0) & follows[np.maximum(graph.tensor_producer, 0)] & ~held
-    tensor_parts[behind] = op_parts[graph.tensor_producer[behind]]
-    dims = {
-        op: next((name for name in _PRICED if name in named), "") for op, named in graph.op_dims.items() if op_parts[op] > 1
-    }
-    whole = np.ones(len(graph.parameters), dtype=np.int32)
-    collectives = tuple(item for op in _attention(ops) for item in _exchanges(ops, op))
-    return TensorLayout(degree, op_parts, dims, tensor_parts, whole, collectives, {})
-
-
-def gathered_bytes(graph: OpGraph, layout: TensorLayout, tensor_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns int64 [N], bytes of the gathered keys and values of ops; `tensor_bytes` is int64 [T], of the whole sequence."""
-    size = np.zeros(graph.num_ops, dtype=np.int64)
-    for item in layout.collectives:
-        if (item.kind, item.when) == (CONTEXT_GATHER, FORWARD_PASS):
-            size[item.op] += tensor_bytes[item.tensor]
-    behind = (graph.op_phase != FORWARD) & (graph.op_phase != UPDATE) & (graph.op_forward >= 0)
-    size[behind] = size[graph.op_forward[behind]]
-    return size
-
-
-def _exchanges(ops: ForwardOps, op: int) -> list[LayoutCollective]:
-    """Returns the collectives of a context group for an attention."""
-    graph, rows = ops.graph, set(_rows(ops, op))
-    queries: list[int] = []
-    keys: list[int] = []
-    for tensor in ops.reads[op]:
-        names = ops.names(op, tensor) or ()
-        along = [name for axis, name in enumerate(names) if ops.runs_along(tensor, axis) == ROW]
-        maker = int(graph.tensor_producer[tensor])
-        if along and maker >= 0 and ops.with_gradient[maker]:
-            (queries if rows.intersection(along) else keys).append(tensor)
-    if not queries:  # all three are parts of one tensor: keys and values are as large as what is made, each
-        made = max(ops.makes[op], key=lambda tensor: int(graph.tensor_bytes[tensor]))
-        keys = [made, made]
-    moves = [(FORWARD_PASS, CONTEXT_GATHER), (BACKWARD_PASS, CONTEXT_SCATTER)]
-    return [LayoutCollective(int(ops.given[op]), op, tensor, when, kind) for tensor in keys for when, kind in moves]
-
-
-def _attention(ops: ForwardOps) -> list[int]:
-    """Returns the ops of fused attention along a sequence."""
-    return [op for op in np.flatnonzero(ops.searched).tolist() if ops.graph.op_kind[op] == "attention" and _rows(ops, op)]
-
-
-def _rows(ops: ForwardOps, op: int) -> list[str]:
-    """Returns dimensions of an op along the sequence."""
-    return [name for name in ops.indices.dims.get(op, {}) if ops.runs(op, name) == ROW]

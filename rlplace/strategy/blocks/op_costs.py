@@ -6,7 +6,8 @@ Axes: N forward and backward ops, T tensors. Updates are those of the blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -74,6 +75,7 @@ class TensorCollective(NamedTuple):
         kind: Index into `COLLECTIVE_KINDS`.
         size_bytes: Of the whole tensor.
         place: Where it stands among the forward ops of its block: behind op n at n + 0.5, before it at n - 0.5.
+        hidden_s: Seconds of the op beside it that hide as many of its own.
     """
 
     block: int
@@ -81,6 +83,7 @@ class TensorCollective(NamedTuple):
     kind: int
     size_bytes: float
     place: float
+    hidden_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,14 +201,30 @@ def _retained(graph: OpGraph, tensor: NDArray[np.int64], reader: NDArray[np.int6
 
 
 def captured_collectives(
-    graph: OpGraph, layout: TensorLayout, tensor_bytes: Bytes, origin: NDArray[np.int32]
+    graph: OpGraph,
+    layout: TensorLayout,
+    tensor_bytes: Bytes,
+    origin: NDArray[np.int32],
+    hidden_s: Mapping[tuple[int, int], float],
 ) -> Iterator[TensorCollective]:
-    """Yields the collectives of a layout's group in a pass; `tensor_bytes` is int64 [T], not cut by this layout."""
+    """Yields the collectives of a layout's group in a pass.
+
+    Args:
+        graph: The captured graph.
+        layout: Its cut over the group.
+        tensor_bytes: int64 [T], not cut by this layout.
+        origin: See `captured_step`.
+        hidden_s: By op and pass, seconds that hide what moves around.
+    """
+    together = Counter[tuple[int, int]]()
+    for item in layout.collectives:
+        together[item.op, item.when] += item.times  # type: ignore[assignment]
     number = np.searchsorted(origin, [item.op for item in layout.collectives]).tolist()
     for op, item in zip(number, layout.collectives, strict=True):
         made_here = graph.tensor_producer[item.tensor] == item.op
         size_bytes = float(moved_bytes(layout, item, tensor_bytes))
-        yield TensorCollective(item.block, item.when, item.kind, size_bytes, op + (0.5 if made_here else -0.5))
+        hidden = hidden_s.get((item.op, item.when), 0.0) * item.times / together[item.op, item.when]
+        yield TensorCollective(item.block, item.when, item.kind, size_bytes, op + (0.5 if made_here else -0.5), hidden)
 
 
 def statistics_sums(graph: OpGraph, blocks: Blocks, origin: NDArray[np.int32]) -> Iterator[TensorCollective]:

@@ -26,8 +26,10 @@ from rlplace.errors import InputError
 from rlplace.model.capture.weight_gradients import part_times, split_weight_gradients
 from rlplace.model.graph.opgraph import BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph, with_causal_attention
 from rlplace.model.graph.rescale import affine, rescale
+from rlplace.plan.strategy import RING
 from rlplace.strategy.blocks.blocks import find_blocks
-from rlplace.strategy.blocks.experts import IMBALANCE, context_layout, find_experts, gathered_bytes, why_no_context
+from rlplace.strategy.blocks.context import context_bytes, context_layout, hidden_s, why_no_context
+from rlplace.strategy.blocks.experts import IMBALANCE, find_experts
 from rlplace.strategy.blocks.lives import Lives, Memory
 from rlplace.strategy.blocks.op_costs import (
     PassOps,
@@ -201,13 +203,14 @@ class PricedBlocks:
         """Returns their times and sizes; see `rlplace.strategy.blocks.op_costs.OpCosts`."""
         self._allowed(cut)
         found, (graph, origin) = self._at(cut), self._ops(split)
-        layouts = zip(self._layouts(cut), found.moved_bytes, strict=True)
+        layouts, hidden = zip(self._layouts(cut), found.moved_bytes, strict=True), self._hidden_s(kind, cut)
         return PassOps(
             seconds=self._half_seconds(kind, cut) if split else self._pass_seconds(kind, cut),
             temporary_bytes=found.temporary_bytes[origin],
             tensor_bytes=np.pad(found.tensor_bytes, (0, graph.num_tensors - len(found.tensor_bytes))),
             collectives=(
-                *(item for pair in layouts for item in captured_collectives(self.graph, *pair, origin)), *self._sums(split)
+                *(item for pair in layouts for item in captured_collectives(self.graph, *pair, origin, hidden)),
+                *self._sums(split),
             ),
         )  # fmt: skip
 
@@ -243,6 +246,9 @@ class PricedBlocks:
             moved += moved_by(layout, whole, len(self.names))
         for item in self._sums(False):
             moved[:, item.when, item.kind, item.block] += item.size_bytes, 1.0
+        hidden = np.zeros((2, len(self.names)))
+        for (op, when), taken_s in self._hidden_s(kind, cut).items():
+            hidden[when, of_op[op]] += taken_s
         phase, memory, step = self.graph.op_phase, found.memory, self.step_ops(True)
         sizes = np.pad(found.tensor_bytes, (0, len(step.producer) - len(found.tensor_bytes)))
         return BlockPassCosts(
@@ -257,7 +263,14 @@ class PricedBlocks:
             halved_bytes=_most(halved_bytes(step, sizes, memory.kept_bytes), self.classes),
             collective_bytes=moved[0],
             collective_calls=moved[1],
+            hidden_s=np.stack([self._totals(found, np.arange(len(self.names)), row) for row in hidden]),
         )
+
+    def _hidden_s(self, kind: int, cut: Cut) -> dict[tuple[int, int], float]:
+        """Returns by op and pass the seconds that hide what goes around in a ring."""
+        if cut.context_method != RING or cut.context == 1:
+            return {}
+        return hidden_s(self.graph, self._layouts(cut)[-1], self._pass_seconds(kind, cut))
 
     def _totals(self, found: _Sized, block: NDArray[Any], values: Floats) -> Floats:
         """Returns float64 [B], sums by block; equal blocks share what the host's lead makes unlike."""
@@ -301,13 +314,13 @@ class PricedBlocks:
         moved = tuple(reduce(shares, parts[:index] + parts[index + 1 :], sizes) for index in range(len(layouts)))
         temporary = reduce(shares, [layout.op_parts for layout in layouts], temporary)
         if cut.context > 1:
-            gathered = gathered_bytes(self.graph, layouts[-1], moved[-1])
-            temporary = temporary + gathered
+            passing, beside = context_bytes(self.graph, layouts[-1], moved[-1], cut.context_method)
+            temporary = temporary + passing
         sizes = reduce(shares, parts, sizes)
         memory = self._lives.memory(sizes, temporary)
         if cut.context > 1:
             ahead = self.graph.op_phase == FORWARD
-            kept = np.bincount(self.blocks.of_op[ahead], gathered[ahead], len(self.names)).astype(np.int64)
+            kept = np.bincount(self.blocks.of_op[ahead], beside[ahead], len(self.names)).astype(np.int64)
             again = np.arange(len(RECOMPUTE))[:, None] == FULL
             memory = dataclasses.replace(memory, kept_bytes=memory.kept_bytes + np.where(again, 0, kept))
         return _Sized(
@@ -354,14 +367,17 @@ class PricedBlocks:
         """Returns how ops and tensors are cut, one after the other: over tensor and expert groups, then over the context."""
         layout = self._layout(cut)
         layouts = () if layout is None else (layout,)
-        return layouts if cut.context == 1 else (*layouts, self._once(("context", cut.context), lambda: self._context(cut)))
+        if cut.context == 1:
+            return layouts
+        key = "context", cut.context, cut.context_method, cut.tensor
+        return *layouts, self._once(key, lambda: self._context(cut))
 
     def _context(self, cut: Cut) -> TensorLayout:
         ops = self._search().ops
-        reason = why_no_context(ops, cut.context)
+        reason = why_no_context(ops, cut)
         if reason is not None:
             raise InputError(reason)
-        return context_layout(ops, cut.context, self._experts.routed)
+        return context_layout(ops, cut, self._experts.routed)
 
     def _layout(self, cut: Cut) -> TensorLayout | None:
         """Returns how the blocks are cut over a tensor and an expert group; None where they are whole."""

@@ -16,7 +16,7 @@ from math import gcd, inf
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.plan.actions import Action, chain_actions
-from rlplace.strategy.costs import CONTEXT_GATHER, CONTEXT_SCATTER, EXPERT_ALL_TO_ALL, STATISTICS
+from rlplace.strategy.costs import CONTEXT_GATHER, EXPERT_ALL_TO_ALL, STATISTICS
 from rlplace.strategy.drafts import Draft, Mesh
 
 Groups = tuple[tuple[int, ...], ...]
@@ -48,7 +48,7 @@ def tensor_groups(place: Mesh, kind: int) -> Groups:
         return _groups(place, place.data_degree, place.context * place.tensor)
     if kind == EXPERT_ALL_TO_ALL:
         return _groups(place, place.expert, 1)
-    if kind in (CONTEXT_GATHER, CONTEXT_SCATTER):
+    if kind >= CONTEXT_GATHER:
         return _groups(place, place.context, place.tensor)
     return _groups(place, place.tensor, 1)
 

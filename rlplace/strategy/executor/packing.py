@@ -92,7 +92,7 @@ class Rows:
         """Returns the index of the row of a place whose replicas in a lane have these passes."""
         grouped = self.costs.joins_replicas or place.tensor * place.context * place.expert > 1
         tables = self._tensor_tables(place) if grouped else None
-        key = passes, place.tensor, place.sequence_parallel, place.context, place.expert, tables
+        key = passes, place.cut(0), tables
         number = self._row_of.get(key)
         if number is None:
             rows = [self._pass(place, samples, kind) for samples, kind in passes]  # may be refused: no number before
@@ -112,7 +112,7 @@ class Rows:
         cut, tables = place.cut(samples), self._tensor_tables(place)
         row = np.zeros(self.rows.shape[1:])
         one, held = self.costs.passes(kind, cut), self.costs.held(place.tensor, place.expert)
-        forward, backward = self.traffic.moved_s(tables, one.collective_bytes, one.collective_calls)
+        forward, backward = self.traffic.moved_s(tables, one.collective_bytes, one.collective_calls, one.hidden_s)
         for column, values in (
             (c.WEIGHTS, held.weight_bytes), (c.GRADIENTS, held.gradient_bytes), (c.OPTIMIZER, held.optimizer_bytes),
             (c.FORWARD, one.forward_s), (c.FORWARD_TENSOR, forward), (c.BACKWARD_TENSOR, backward),

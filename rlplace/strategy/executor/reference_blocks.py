@@ -15,6 +15,7 @@ from rlplace.strategy.costs import (
     FORWARD_PASS,
     FULL,
     NONE,
+    RINGS,
     STATISTICS,
     BlockCosts,
     Floats,
@@ -190,13 +191,15 @@ def _add_pass(
     passes = costs.passes(kind, place.cut(samples))
     for number, block in enumerate(blocks):
         how = draft.recompute[number]
-        moved = [0.0, 0.0]
+        moved, around = [0.0, 0.0], [0.0, 0.0]
         for way in (FORWARD_PASS, BACKWARD_PASS):
             for collective, name in enumerate(COLLECTIVE_KINDS):
                 size, calls = passes.collective_bytes[way, collective, number], passes.collective_calls[way, collective, number]
                 if size > 0.0 and calls > 0.0:
                     table = traffic.table(name, tensor_groups(place, collective))
                     moved[way] += calls * table_s(table, size / calls)
+                    around[way] += calls * table_s(table, size / calls) if collective in RINGS else 0.0
+            moved[way] -= min(float(passes.hidden_s[way, number]), around[way])
         again = float(passes.again_s[how, number])
         again_tensor = moved[FORWARD_PASS] if how == FULL else 0.0
         computed = (float(passes.forward_s[number]), float(passes.backward_s[number]) + again)

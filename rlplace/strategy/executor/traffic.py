@@ -17,7 +17,15 @@ import numpy as np
 from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import busiest_channel_s_per_byte, collective_s, contention, meet
 from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_PER_S, PCIE_BYTES_PER_S
-from rlplace.strategy.costs import COLLECTIVE_KINDS, CONTEXT_GATHER, EXPERT_ALL_TO_ALL, STATISTICS, BlockCosts, Floats
+from rlplace.strategy.costs import (
+    COLLECTIVE_KINDS,
+    CONTEXT_GATHER,
+    EXPERT_ALL_TO_ALL,
+    RINGS,
+    STATISTICS,
+    BlockCosts,
+    Floats,
+)
 from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor.meshes import (
     Border,
@@ -130,11 +138,19 @@ class ClusterTraffic:
         shares = share_groups(place)
         return meet(self.links, inside, shares), meet(self.links, copy_groups(place), shares)
 
-    def moved_s(self, tables: Sequence[int], size_bytes: Floats, calls: Floats) -> Floats:
-        """Returns float64 [W, B], seconds of collectives [W, K, B] of so many bytes in so many calls, from K tables."""
+    def moved_s(self, tables: Sequence[int], size_bytes: Floats, calls: Floats, hidden_s: Floats | None = None) -> Floats:
+        """Returns float64 [W, B], seconds of collectives [W, K, B] of so many bytes in so many calls, from K tables.
+
+        `hidden_s`, [W, B], are seconds of attention that hide as many of `RINGS`.
+        """
         from rlplace.strategy.executor.kernel import moved_s
 
-        return cast(Floats, moved_s(self.tables, np.array(tables), size_bytes.copy(), calls.copy()))
+        numbers, size_bytes, calls = np.array(tables), size_bytes.copy(), calls.copy()
+        found = cast(Floats, moved_s(self.tables, numbers, size_bytes, calls))
+        if hidden_s is not None and hidden_s.any():
+            calls[:, [kind for kind in range(calls.shape[1]) if kind not in RINGS]] = 0.0
+            found -= np.minimum(hidden_s, moved_s(self.tables, numbers, size_bytes, calls))
+        return found
 
     def ways(self, borders: Mapping[tuple[int, int], Border]) -> dict[tuple[int, int], Way]:
         """Returns the ways of stage transfers by sender and receiver, from `meshes.borders`."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError, whole_number
 from rlplace.model.graph.opgraph import BUFFER, FORWARD, GRADIENT, PARAMETER, UPDATE, OpGraph
-from rlplace.strategy.costs import ALL_GATHER, COLLECTIVE_KINDS, EXPERT_ALL_TO_ALL, FORWARD_PASS, Floats
+from rlplace.strategy.costs import ALL_GATHER, COLLECTIVE_KINDS, CONTEXT_ALL_TO_ALL, EXPERT_ALL_TO_ALL, FORWARD_PASS, Floats
 from rlplace.strategy.layouts.cut_block import BlockCut, CutBlock, FoundBlock, cut_block, found_blocks
 from rlplace.strategy.layouts.cut_moves import ROW, WHOLE, CutOp
 from rlplace.strategy.layouts.forward_ops import TABLE, ForwardOps
@@ -44,6 +44,7 @@ class LayoutCollective:
         tensor: The activation; in the backward pass its gradient is what moves.
         when: Index into the passes of `rlplace.strategy.costs`.
         kind: Index into `COLLECTIVE_KINDS`.
+        times: Bytes that move, over those of the tensor.
     """
 
     block: int
@@ -51,6 +52,7 @@ class LayoutCollective:
     tensor: int
     when: int
     kind: int
+    times: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -331,9 +333,9 @@ def moved_by(layout: TensorLayout, tensor_bytes: NDArray[np.int64], blocks: int)
 
 
 def moved_bytes(layout: TensorLayout, item: LayoutCollective, tensor_bytes: NDArray[np.int64]) -> int:
-    """Returns bytes of the whole tensor that a collective moves; of an all-to-all of experts those that a device has."""
-    parts = int(layout.tensor_parts[item.tensor]) if item.kind == EXPERT_ALL_TO_ALL else 1
-    return -(-int(tensor_bytes[item.tensor]) // parts)
+    """Returns bytes of the whole tensor that a collective moves; of an all-to-all of experts or heads those of a device."""
+    parts = int(layout.tensor_parts[item.tensor]) if item.kind in (EXPERT_ALL_TO_ALL, CONTEXT_ALL_TO_ALL) else 1
+    return round(-(-int(tensor_bytes[item.tensor]) // parts) * item.times)
 
 
 def _touched(graph: OpGraph, size: NDArray[np.int64]) -> Floats:

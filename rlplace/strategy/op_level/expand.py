@@ -55,7 +55,9 @@ class LaneBuild:
             passed = slowest([costs.pass_ops(kind, mesh.cut(samples), whole.split) for kind, samples in cuts])
             self.stages.append(StageOps(step, passed, inside, draft.recompute))
             tables, numbers = whole.traffic.tables, whole.traffic.tables_inside(mesh, costs.joins_replicas)
-            self.collective_s.append([table_s(tables[numbers[item.kind]], item.size_bytes) for item in passed.collectives])
+            self.collective_s.append(
+                [max(0.0, table_s(tables[numbers[item.kind]], item.size_bytes) - item.hidden_s) for item in passed.collectives]
+            )
         self.left = [lane.microbatches] * draft.stages
         self.arrived: dict[tuple[int, str, int], int] = {}  # input of a stage: the op that sends it
         self.forward: dict[tuple[int, int], int] = {}  # first op of a forward

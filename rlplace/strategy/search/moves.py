@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from math import gcd
 
+from rlplace.plan.strategy import CONTEXT_METHODS, GATHER
 from rlplace.strategy.drafts import Draft, Mesh, plain_draft
 from rlplace.strategy.executor.evaluate import StepEvaluation
 from rlplace.strategy.executor.meshes import spreads
@@ -177,6 +178,8 @@ def _other_axes(place: Mesh) -> list[Mesh]:
     experts = (1, 2 * place.expert, place.expert // 2, place.shard * place.context * place.tensor)
     changed += [dataclasses.replace(place, expert=degree) for degree in experts if degree]
     changed += [at_level(place, level) for level in (1, 2, 3) if place.shard > 1 and level != place.sharding]
+    if place.context > 1:
+        changed += [dataclasses.replace(place, context_method=method) for method in CONTEXT_METHODS]
     if place.tensor > 1:
         changed.append(dataclasses.replace(place, sequence_parallel=not place.sequence_parallel))
     return list(dict.fromkeys(one for one in changed if one != place and spreads(one)))
@@ -296,6 +299,8 @@ def at_level(place: Mesh, level: int) -> Mesh:
     sharding, group = max(level, 1) if place.shard > 1 else 0, place.shard * place.context * place.tensor
     expert = gcd(place.expert, group) if sharding or place.expert == group else 1
     sequence = place.sequence_parallel and place.tensor > 1
-    if (sharding, expert, sequence) == (place.sharding, place.expert, place.sequence_parallel):
+    method = place.context_method if place.context > 1 else GATHER
+    made = sharding, expert, sequence, method
+    if made == (place.sharding, place.expert, place.sequence_parallel, place.context_method):
         return place
-    return dataclasses.replace(place, sharding=sharding, expert=expert, sequence_parallel=sequence)
+    return dataclasses.replace(place, sharding=sharding, expert=expert, sequence_parallel=sequence, context_method=method)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.plan.schedule import LOOP, ONE, SCHEDULES, V
+from rlplace.plan.strategy import CONTEXT_METHODS, GATHER, ContextMethod
 from rlplace.strategy.drafts import Mesh, kind_named
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import SearchProblem
@@ -167,10 +168,11 @@ def shapes(problem: SearchProblem, devices: tuple[int, ...]) -> Iterator[Shape]:
                 if context & (context - 1) and space.context is None:
                     continue
                 inside = per_host // (tensor * context)
+                methods: Sequence[ContextMethod] = space.only("context_method", CONTEXT_METHODS) if context > 1 else (GATHER,)
                 for axes in _meshes(problem, width // tensor // context, context, tensor, inside, places > 1):
                     for chunks, schedule in chains(space, places, len(problem.costs.names)):
-                        for sequence in (True, False) if tensor > 1 else (False,):
-                            yield Shape(devices, places, chunks, Mesh((), *axes, sequence), schedule)
+                        for sequence, method in itertools.product((True, False) if tensor > 1 else (False,), methods):
+                            yield Shape(devices, places, chunks, Mesh((), *axes, sequence, method), schedule)
 
 
 def _meshes(

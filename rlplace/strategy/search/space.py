@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.plan.schedule import schedule_named
+from rlplace.plan.strategy import ContextMethod
 from rlplace.records import Count, Record, build, check_record, plain
 from rlplace.strategy.costs import RECOMPUTE
 from rlplace.strategy.drafts import OFFLOAD, Draft
@@ -26,6 +27,7 @@ class Space(Record, frozen=True):
         shard: Devices that share parameters.
         tensor: Tensor-parallel degrees.
         context: Context-parallel degrees.
+        context_method: How parts of the sequence attend to all of it: gather, heads, ring.
         expert: Expert-parallel degrees.
         pipeline: Places of the chain of stages.
         virtual: Stages a place.
@@ -44,6 +46,7 @@ class Space(Record, frozen=True):
     shard: _Counts = None
     tensor: _Counts = None
     context: _Counts = None
+    context_method: Annotated[tuple[ContextMethod, ...], _Some] | None = None
     expert: _Counts = None
     pipeline: _Counts = None
     virtual: _Counts = None
@@ -102,6 +105,8 @@ class Space(Record, frozen=True):
                 exists = place.shard > 1 if key == "sharding" else value > 1 or getattr(self, key) is not None
                 if exists and not self.allows(key, value):
                     return key
+            if place.context > 1 and not self.allows("context_method", place.context_method):
+                return "context_method"
         if not self.allows("pipeline", len(draft.places)):
             return "pipeline"
         if draft.stages > 1:

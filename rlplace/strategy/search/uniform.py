@@ -12,11 +12,12 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from rlplace.plan.strategy import CONTEXT_METHODS
 from rlplace.strategy.costs import RECOMPUTE, Floats
 from rlplace.strategy.drafts import KINDS, Draft, Mesh, plain_draft
 from rlplace.strategy.search.cuts import Balance
@@ -217,10 +218,14 @@ def _runnable(problem: SearchProblem) -> Space:
         "expert": Mesh((0, 1), shard=2, expert=2, sharding=1),
     }
     drafts = {axis: plain_draft((0, len(problem.costs.names)), [mesh]) for axis, mesh in meshes.items()}
-    closed: dict[str, tuple[int, ...]] = {}
+    closed: dict[str, tuple[Any, ...]] = {}
     if problem.why_not is not None and problem.why_not(drafts.pop("none")) is None:
         refused = [axis for axis, draft in drafts.items() if problem.why_not(draft) is not None]
         closed = {axis: (1,) for axis in refused if getattr(problem.space, axis) is None}
+        if "context" not in refused and problem.space.context_method is None:
+            ways = {method: dataclasses.replace(meshes["context"], context_method=method) for method in CONTEXT_METHODS}
+            made = {method: plain_draft((0, len(problem.costs.names)), [mesh]) for method, mesh in ways.items()}
+            closed["context_method"] = tuple(way for way, draft in made.items() if problem.why_not(draft) is None)
     return msgspec.structs.replace(problem.space, **closed)
 
 

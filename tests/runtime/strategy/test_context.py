@@ -11,6 +11,7 @@ from rlplace.plan.strategy import TARGETS, Strategy
 from rlplace.runtime.base.model import Batching
 from rlplace.runtime.job.distribute import parallelize
 from rlplace.runtime.state.whole import whole_tensor
+from rlplace.runtime.strategy.attention import NO_RING
 from rlplace.runtime.strategy.context_facts import context_facts
 from rlplace.runtime.strategy.run import prepare
 from rlplace.runtime.strategy.why_not import Conduct
@@ -39,6 +40,8 @@ MODELS = {
     "gpt2": lambda: causal(small_models.gpt2(n_head=4)[0]),
     "mixtral": lambda: causal(mixture("mixtral", num_local_experts=4)),
     "bert": lambda: small_models.bert()[0],
+    "bare bert": lambda: small_models.bert()[0],
+    "bare llama": lambda: causal(small_models.llama(layers=2)[0]),
 }
 
 
@@ -55,10 +58,10 @@ def batch(name):
     )
     held = torch.arange(LENGTH) < lengths
     made = {"input_ids": ids, "labels": torch.where(held, ids, -100)}
-    return made if name == "gpt2" else made | {"attention_mask": held.long()}
+    return made if name == "gpt2" or "bare" in name else made | {"attention_mask": held.long()}
 
 
-def plan(mesh, sharding=0, microbatches=1, recompute=None, expert=1):
+def plan(mesh, sharding=0, microbatches=1, recompute=None, expert=1, method="gather"):
     degree = mesh.get("replicate", 1) * mesh.get("shard", 1)
     return {
         "mesh": mesh,
@@ -67,6 +70,7 @@ def plan(mesh, sharding=0, microbatches=1, recompute=None, expert=1):
         "recompute": recompute,
         "degree": degree,
         "expert": expert,
+        "method": method,
     }
 
 
@@ -78,14 +82,23 @@ CASES = {
     "experts of parts": ("mixtral", plan({"shard": 2, "context": 2}, 3, recompute="full", expert=4)),
     "experts of parts of all": ("mixtral", plan({"shard": 2, "context": 2}, 1, microbatches=2, expert=2)),
     "tensor groups": ("llama", plan({"context": 2, "tensor": 2})),
+    "heads of four parts, recomputed": ("gpt2", plan({"context": 4}, recompute="full", method="heads")),
+    "heads of shares, padded, shared": ("llama", plan({"shard": 2, "context": 2}, 3, recompute="selective", method="heads")),
+    "heads of more parts than there are keys": ("bare llama", plan({"context": 4}, method="heads")),
+    "heads, full attention, padded": ("bert", plan({"context": 2, "tensor": 2}, microbatches=2, method="heads")),
+    "a ring of four, recomputed": ("gpt2", plan({"context": 4}, recompute="selective", method="ring")),
+    "a ring of shares, full attention": ("bare bert", plan({"shard": 2, "context": 2}, 1, microbatches=2, method="ring")),
+    "a ring of tensor groups": ("bare llama", plan({"context": 2, "tensor": 2}, recompute="full", method="ring")),
+    "a ring, shared keys": ("bare llama", plan({"replicate": 2, "context": 2}, method="ring")),
 }
 
 
-def strategy(name, mesh, sharding, microbatches, recompute, degree, expert):
+def strategy(name, mesh, sharding, microbatches, recompute, degree, expert, method):
     from rlplace.runtime.strategy.blocks import block_names
 
     blocks = block_names(make(name))
     stage = {"blocks": list(blocks), "devices": [0, 1, 2, 3], "mesh": mesh, "sharding": sharding, "expert": expert}
+    stage["context_method"] = method
     stage["recompute"] = {block: recompute for block in blocks if block[-1].isdigit()} if recompute else {}
     sizes = {"batch": BATCH, "microbatch": [BATCH // degree // microbatches], "microbatches": [microbatches]}
     return Strategy.from_dict({**sizes, "stages": [stage], "reduction": TARGETS})
@@ -128,7 +141,7 @@ def test_parts_of_the_positions_train_as_the_plain_model():
                 "parameters": difference(parameters, expected[2]), "logits": float((logits - expected[3]).abs().max()),
             }  # fmt: skip
             # Norms of llama compute in single precision, and gradients that counts of targets scale round otherwise there.
-            limit = 1e-5 if CASES[case][0] in ("llama", "mixtral") else 1e-8
+            limit = 1e-5 if CASES[case][0] in ("llama", "mixtral", "bare llama") else 1e-8
             assert max(figures.values()) < limit, (case, figures)
 
 
@@ -169,9 +182,9 @@ class Own(nn.Module):
 def test_what_mixes_positions_is_refused_by_values_and_by_ops(besides, unseen):
     torch.manual_seed(0)
     inputs = {"input_ids": torch.randint(0, 9, (2, 8))}
-    reason, positions = context_facts(Own(besides), inputs, Conduct(reduction=TARGETS, unseen=unseen))
-    assert (reason is None) == (besides == ""), reason
-    assert besides or positions == 8
+    facts = context_facts(Own(besides), inputs, Conduct(reduction=TARGETS, unseen=unseen))
+    assert (facts.no_context is None) == (besides == ""), facts
+    assert besides or facts.positions == 8
 
 
 def test_loops_of_others_are_refused():
@@ -184,4 +197,5 @@ def test_packed_documents_and_positions_are_those_of_the_whole():
     torch.manual_seed(0)
     ids, places = torch.randint(1, 64, (2, 8)), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 1]])
     inputs = {"input_ids": ids, "labels": ids, "position_ids": places}
-    assert context_facts(small_models.llama(layers=2)[0], inputs, Conduct(reduction=TARGETS)) == (None, 8)
+    facts = context_facts(small_models.llama(layers=2)[0], inputs, Conduct(reduction=TARGETS))
+    assert (facts.no_context, facts.positions, facts.no_ring) == (None, 8, NO_RING)

@@ -47,7 +47,8 @@ def test_by_hand(count: int) -> None:
     alone = [evaluator.evaluate(one) for one in pipelines]
     said = evaluator.evaluate(beside(*pipelines))
     size, ends = float(costs.held().gradient_bytes[0]), [one.devices for one in pipelines[1:]]
-    block_s = [collective_s(EIGHT.links, "all_reduce", (first, *(own[0] for own in ends)), size) for first in (0, 1)]
+    groups = [(first, *(own[0] for own in ends)) for first in (0, 1)]
+    block_s = [collective_s(EIGHT.links, "all_gather", group, count * size) for group in groups]
     summed = 2 * block_s[0] + 2 * block_s[1]  # the single device of the second pipeline takes part in all four
     passes = max(one.passes_s for one in alone) + summed
     assert said.passes_s == pytest.approx(passes, rel=0.01)

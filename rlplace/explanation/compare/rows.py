@@ -121,9 +121,10 @@ def strategy_row(
     row = _row_of(name, info, [run], whole.cluster.devices, random=False)
     if run.answer is None or run.answer.strategy is None:
         return row
-    pipeline, words = run.answer.strategy.pipelines[0], uniform_words(run.answer.strategy)
-    counts = {"replicas": pipeline.data_degree, "microbatches": max(pipeline.microbatches)}
-    return replace(row, reason=words, schedule=pipeline.schedule, **counts)
+    pipelines, words = run.answer.strategy.pipelines, uniform_words(run.answer.strategy)
+    most = max(count for one in pipelines for count in one.microbatches)
+    counts = {"replicas": sum(one.data_degree for one in pipelines), "microbatches": most}
+    return replace(row, reason=words, schedule=pipelines[0].schedule, **counts)
 
 
 def _searched(name: str, problem: SearchProblem, settings: Settings) -> tuple[Tried, int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -199,34 +200,40 @@ class Pass:
         return torch.as_tensor(self.weight * count, dtype=dtype, device=device)
 
 
-def share_of(strategy: Strategy, replica: int, samples: int | None = None, own_degree: int | None = None) -> Share:
+def share_of(
+    strategy: Strategy, replica: int, samples: int | None = None, own_degree: int | None = None, number: int = 0
+) -> Share:
     """Returns the share of a replica.
 
     A batch of another size than the strategy's, such as the last one of an epoch, is split as evenly as possible, in the
     strategy's number of passes or fewer, the same on all replicas. In a pipeline the passes of a replica are of one size.
+    Unlike pipelines take samples one after the other, of other batches in the proportion of their own.
 
     Args:
         strategy: The strategy.
-        replica: Number of the replica, on replicate x shard.
+        replica: Number of the replica in its pipeline, on replicate x shard.
         samples: Of the batch; None: as many as the strategy says.
         own_degree: Data degree of its stage; None: the pipeline's, which is the largest.
+        number: Of its pipeline.
 
     Raises:
         InputError: There are fewer samples than replicas, or stages of unlike degrees cannot split them.
     """
-    pipeline = strategy.pipelines[0]
-    degree = pipeline.data_degree
-    if samples is None or samples == strategy.batch:
+    pipeline, degrees = strategy.pipelines[number], [one.data_degree for one in strategy.pipelines]
+    degree, whole = degrees[number], strategy.batch if samples is None else samples
+    ends = [0, *accumulate(one.samples for one in strategy.pipelines)]
+    if whole == strategy.batch:
         sizes = pipeline.microbatch * (degree // len(pipeline.microbatch))
         counts = pipeline.microbatches * (degree // len(pipeline.microbatches))
         passes = [(size,) * count for size, count in zip(sizes, counts, strict=True)]
     else:
-        if samples < degree:
+        if (more := whole - sum(degrees)) < 0:
             raise InputError(
-                f"native: {samples} samples for {degree} replicas are too few; drop such a batch (drop_last=True), or pad it"
+                f"native: {whole} samples for {sum(degrees)} replicas are too few; drop such a batch (drop_last=True), or pad it"
             )
-        most = min(max(pipeline.microbatches), samples // degree)
-        one_size, own = len(pipeline.stages) > 1, even_sizes(samples, degree)
+        ends = [least + end * more // strategy.batch for least, end in zip(accumulate([0, *degrees]), ends, strict=True)]
+        own = even_sizes(ends[number + 1] - ends[number], degree)
+        most, one_size = min(max(pipeline.microbatches), own[-1]), len(pipeline.stages) > 1
         passes = [even_sizes(n, next(m for m in range(most, 0, -1) if n % m == 0 or not one_size)) for n in own]
     total = sum(map(sum, passes))
     if len({stage.data_degree for stage in pipeline.stages}) > 1 and len(set(passes)) > 1:
@@ -236,8 +243,8 @@ def share_of(strategy: Strategy, replica: int, samples: int | None = None, own_d
         )
     joined = degree // (own_degree or degree)
     sizes = tuple(size * joined for size in passes[replica * joined])
-    first = sum(map(sum, passes[: replica * joined]))
-    return Share(first, sizes, tuple(size * degree / joined / total for size in sizes), total, joined)
+    first = ends[number] + sum(map(sum, passes[: replica * joined]))
+    return Share(first, sizes, tuple(size * degree / joined / whole for size in sizes), whole, joined)
 
 
 def even_sizes(samples: int, parts: int) -> tuple[int, ...]:

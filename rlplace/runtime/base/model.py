@@ -169,6 +169,11 @@ class DistributedModel(nn.Module):
         """Counts the processes that hold a parameter of this rank, or a part of it."""
 
     @property
+    def writes(self) -> bool:
+        """True where this process has a part in checkpoints."""
+        return True
+
+    @property
     def releases(self) -> bool:
         """True where a parameter is updated in the backward, and has no gradient after it."""
         return False

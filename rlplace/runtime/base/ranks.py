@@ -123,11 +123,14 @@ def part_text(plan: PlacementPlan, rank: int) -> str:
     if rank >= len(devices):
         return "not in the plan"
     device = devices[rank]
+    where = ""
     if plan.strategy is None:
         here = [device] if device in plan.device_of_group else []
     else:
-        here = [number for number, stage in enumerate(plan.strategy.pipelines[0].stages) if device in stage.devices]
-    return f"stage{'s' if len(here) > 1 else ''} {', '.join(map(str, here))}" if here else "no stage"
+        number, own = next((n, one) for n, one in enumerate(plan.strategy.pipelines) if device in one.devices)
+        here = [stage for stage, held in enumerate(own.stages) if device in held.devices]
+        where = f" of pipeline {number}" if len(plan.strategy.pipelines) > 1 else ""
+    return f"stage{'s' if len(here) > 1 else ''} {', '.join(map(str, here))}{where}" if here else "no stage"
 
 
 def ranks_of(plan: PlacementPlan, device: torch.device) -> Ranks:

@@ -83,6 +83,8 @@ def _lacks(planned: Planned, model: nn.Module) -> Iterator[str]:
     """Yields the features of a plan that a script does not have."""
     strategy, pipeline, recipe = planned.strategy, planned.strategy.pipelines[0], planned.recipe
     gathers = strategy.couple == "gather"
+    if len(strategy.pipelines) > 1:
+        yield "unlike pipelines side by side sum their gradients after the backward, for which the script has no part"
     if pipeline.data_degree * max(pipeline.microbatches) > 1 and (strategy.reduction not in (MEAN, TARGETS) or gathers):
         what = "gathers the inputs of the loss" if gathers else f"weights losses by {strategy.reduction}"
         yield f"the plan {what}, and the script averages replicas by samples"

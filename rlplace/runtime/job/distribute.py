@@ -163,6 +163,11 @@ def parallelize(
     if plan.strategy is None:
         raise InputError("parallelize: the plan places operations and has no strategy; rlplace.distribute runs it")
     refuse_release(plan, "parallelize")
+    if len(plan.strategy.pipelines) > 1:
+        raise InputError(
+            "parallelize: unlike pipelines side by side sum their gradients after the backward, which a loop of another's does "
+            "not do; use rlplace.distribute"
+        )
     if any(stage.axis("context") > 1 for stage in plan.strategy.stages):
         raise InputError(
             "parallelize: parts of the positions (context) have unlike numbers of targets, which a loop of another's does not "

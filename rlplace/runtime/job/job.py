@@ -247,5 +247,5 @@ def _parts(plan: PlacementPlan) -> int:
     """Counts the micro-batches of all replicas in a step."""
     if plan.strategy is None:
         return 1
-    pipeline = plan.strategy.pipelines[0]
-    return sum(pipeline.microbatches) * (1 if len(pipeline.microbatches) > 1 else pipeline.data_degree)
+    counts = ((one.microbatches, one.data_degree) for one in plan.strategy.pipelines)
+    return sum(sum(passes) * (1 if len(passes) > 1 else degree) for passes, degree in counts)

@@ -96,9 +96,10 @@ def save_checkpoint(
     _check_loader(loader)
     folder, together = Path(folder), _together(model)
     final, unfinished = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
-    state: dict[str, Any] = {"model": with_packed_whole(tensors_of(model.state_dict()))}
+    writes = not isinstance(model, DistributedModel) or model.writes
+    state: dict[str, Any] = {"model": with_packed_whole(tensors_of(model.state_dict()))} if writes else {}
     own: dict[str, Any] = {}
-    if optimizer is not None:
+    if optimizer is not None and writes:
         flat, own = optimizer_parts(model, optimizer)
         state["optimizer"] = with_packed_whole(flat)
     facts = {

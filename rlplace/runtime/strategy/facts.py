@@ -42,16 +42,17 @@ from rlplace.strategy.layouts.forward_ops import ForwardOps
 
 def notes_of(strategy: Strategy, facts: ModelFacts) -> Iterator[str]:
     """Yields sentences about how the results of a strategy differ from those of the model in one piece."""
-    pipeline, conduct = strategy.pipelines[0], facts.conduct or Conduct()
-    micro = max(pipeline.microbatches) > 1
-    if pipeline.data_degree == 1 and not micro:
+    pipelines, conduct = strategy.pipelines, facts.conduct or Conduct()
+    replicas, micro = sum(one.data_degree for one in pipelines), max(n for one in pipelines for n in one.microbatches) > 1
+    if replicas == 1 and not micro:
         return
-    sizes = sorted({min(pipeline.microbatch), max(pipeline.microbatch)})
+    each = [size for one in pipelines for size in one.microbatch]
+    sizes = sorted({min(each), max(each)})
     samples = f"{' to '.join(map(str, sizes))} a {'micro-batch' if micro else 'replica'}"
-    joined = pipeline.data_degree > 1 and (facts.sync_norm or strategy.statistics == "batch")
+    joined = replicas > 1 and (facts.sync_norm or strategy.statistics == "batch")
     if facts.batch_norm and not joined:
         how = "" if micro else ", as DDP does"
-        other = "; --statistics batch joins replicas" if pipeline.data_degree > 1 else f", not of all {strategy.batch}"
+        other = "; --statistics batch joins replicas" if replicas > 1 else f", not of all {strategy.batch}"
         yield f"BatchNorm normalizes by the statistics of {samples}{how}{other}"
     elif (facts.batch_norm or facts.sync_norm) and micro:
         yield f"BatchNorm normalizes by the statistics of one micro-batch of every replica, not of all {strategy.batch} samples"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -42,7 +42,9 @@ class Peer:
 class MeshPlace:
     """The coordinates of a process."""
 
-    mesh: DeviceMesh  # all processes, by `AXES`; where stages have unlike meshes, those of this process's stages
+    pipeline: Pipeline  # that this process is part of
+    number: int  # of the pipeline
+    mesh: DeviceMesh  # processes of the pipeline, by `AXES`; where stages have unlike meshes, those of this process's stages
     device: torch.device  # the device that this process computes on
     index: dict[str, int]  # its coordinate on each axis
     stages: tuple[int, ...]  # numbers of the stages that it holds, in model order
@@ -133,32 +135,41 @@ def find_place(strategy: Strategy, device_type: str) -> MeshPlace:
     Raises:
         InputError: The job has another number of processes than the strategy has devices.
     """
-    pipeline = strategy.pipelines[0]
     rank_of_device = {device: rank for rank, device in enumerate(sorted(strategy.devices))}
     if dist.get_world_size() != len(rank_of_device):
         raise InputError(
             f"native: the strategy has {len(rank_of_device)} devices, the job {dist.get_world_size()} processes; "
             f"start it with --nproc-per-node {len(rank_of_device)}, or as many over all hosts"
         )
+    places = [_place_in(pipeline, number, rank_of_device, device_type) for number, pipeline in enumerate(strategy.pipelines)]
+    return next(place for place in places if place is not None)
+
+
+def _place_in(pipeline: Pipeline, number: int, rank_of_device: Mapping[int, int], device_type: str) -> MeshPlace | None:
+    """Makes the meshes of a pipeline, on every process of the job; returns the place of this one, None outside of it."""
     sets = pipeline.device_sets
     axes = {stage.devices: [stage.axis(name) for name in AXES[1:]] for stage in reversed(pipeline.stages)}
     context = pipeline.stages[0].axis("context")
     for sizes in axes.values():
         sizes[1 if pipeline.stages[0].sharding else 0] *= context
     ranks = {own: [rank_of_device[device] for device in own] for own in sets}
-    mine = next(number for number, own in enumerate(sets) if dist.get_rank() in ranks[own])
+    mine = next((place for place, own in enumerate(sets) if dist.get_rank() in ranks[own]), None)
     together = [[own] for own in sets] if pipeline.unlike_meshes else [list(sets)]
     numbers = [torch.tensor([ranks[own] for own in group]).view(len(group), *axes[group[0]]) for group in together]
-    made = [DeviceMesh(device_type, own, mesh_dim_names=AXES) for own in numbers]  # all processes make all groups
-    mesh = next(one for one in made if one.get_coordinate() is not None)
-    experts = None
+    mesh, experts = _made(device_type, numbers, AXES), None
     if (degree := max(stage.expert for stage in pipeline.stages)) > 1:
-        spread = [own.flatten(2).unflatten(2, (-1, degree)) for own in numbers]
-        meshes = [DeviceMesh(device_type, own, mesh_dim_names=EXPERT_AXES) for own in spread]
-        experts = next(one for one in meshes if one.get_coordinate() is not None)
+        experts = _made(device_type, [own.flatten(2).unflatten(2, (-1, degree)) for own in numbers], EXPERT_AXES)
+    if mesh is None or mine is None:
+        return None
     index = dict(zip(AXES, mesh.get_coordinate() or (), strict=True)) | {"pipeline": mine}
-    held = tuple(number for number, stage in enumerate(pipeline.stages) if stage.devices == sets[mine])
+    held = tuple(stage for stage, own in enumerate(pipeline.stages) if own.devices == sets[mine])
     device = (
         torch.device(device_type, torch.accelerator.current_device_index()) if device_type != "cpu" else torch.device("cpu")
     )
-    return MeshPlace(mesh, device, index, held, rank_of_device, experts, context)
+    return MeshPlace(pipeline, number, mesh, device, index, held, rank_of_device, experts, context)
+
+
+def _made(device_type: str, ranks: Sequence[torch.Tensor], names: tuple[str, ...]) -> DeviceMesh | None:
+    """Makes meshes, all of them on every process, because all make all groups; returns that of this process."""
+    made = [DeviceMesh(device_type, own, mesh_dim_names=names) for own in ranks]
+    return next((mesh for mesh in made if mesh.get_coordinate() is not None), None)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from rlplace.errors import InputError
 from rlplace.model.capture.caches import turn_off_caches
 from rlplace.model.capture.fake import meta_copy
-from rlplace.model.capture.inputs import are_items
+from rlplace.model.capture.inputs import are_items, resize_batch
 from rlplace.plan.schedule import SCHEDULES
 from rlplace.plan.strategy import HEADS, Pipeline, Strategy
 from rlplace.runtime.base.batches import Batch, cast, repeated
@@ -41,7 +41,7 @@ from rlplace.runtime.strategy.reach import Reached, reduce_unlike
 from rlplace.runtime.strategy.statistics import join_statistics
 from rlplace.runtime.strategy.strategy_model import StrategyModel
 from rlplace.runtime.strategy.why_not import minor_version, why_no_method, why_not
-from rlplace.runtime.strategy.wrap import StageTies, wrap_stage
+from rlplace.runtime.strategy.wrap import part_ties, wrap_stage
 
 
 def prepare(
@@ -94,21 +94,28 @@ def prepare(
         raise InputError("native: output_dtype would cast what stages of a pipeline send; leave it out")
     if mixed_precision is not None and (facts.batch_norm or facts.sync_norm):
         raise InputError("native: mixed_precision casts no running statistics, which norms keep here; use torch.autocast")
+    if batching is not None and batching.share == "replica" and len(strategy.pipelines) > 1:
+        raise InputError(
+            "native: unlike pipelines take unlike shares of a batch, so every process gets all of it; share='global'"
+        )
     saved = {} if weights is None else saved_values(weights, model)
     values = {**deferred_values(model, saved), **saved}
     place = find_place(strategy, device_type)
     check_same(model, weights)
+    pipeline = place.pipeline
+    if place.number:  # whose micro-batches may have another size
+        example_inputs = resize_batch(example_inputs, strategy.pipelines[0].microbatch[0], pipeline.microbatch[0])
     hooks, meta = ParameterHooks(model), meta_copy(model)
     make = partial(
         StrategyModel, meta, strategy, place, names=tuple(example_inputs), loss=loss, seed=seed, hooks=hooks,
         batching=replace(batching or Batching("global", (), strategy.reduction), items=are_items(dict(example_inputs))),
     )  # fmt: skip
-    if len(strategy.stages) > 1:
+    if len(pipeline.stages) > 1:
         more = _pipelined(
             model, meta, strategy, place, example_inputs, layouts, facts.blocks, mixed_precision, values=values, unlike=unlike
         )
         return make(**more)
-    stage = strategy.stages[0]
+    stage = pipeline.stages[0]
     if place.context > 1 and loss is not None:
         raise InputError("native: a loss outside of the model is not computed by parts of the positions; plan with context=1")
     join_statistics(model, place, everywhere=strategy.statistics == "batch")
@@ -151,18 +158,17 @@ def _pipelined(
     unlike: bool,
 ) -> dict[str, Any]:
     """Returns the arguments of `StrategyModel` for the stages of this process."""
-    pipeline, names, statistics = strategy.pipelines[0], tied_names(model), strategy.statistics
+    pipeline, statistics = place.pipeline, strategy.statistics
     if (joined := pipeline.data_degree // place.data_degree) > 1:
         inputs = repeated(inputs, joined, pipeline.microbatch[0])
     dtype = None if mixed_precision is None else mixed_precision.param_dtype
     captured, across, stages = _cut(model, inputs, pipeline, dtype, layouts)
-    ties = StageTies(names, pipeline, stages, place)
     bodies = {number: stage_module(captured, stages[number], place.device) for number in place.stages}
     for path in uncalled(captured, blocks) if 0 in bodies else ():  # no step trains them; they are kept for checkpoints
         bodies[0].add_submodule(path, captured.units[path])
     for body in bodies.values():
         move(body, place.device)
-    ties.part(bodies)
+    part_ties(tied_names(meta), stages, bodies)
     held = {id(module) for body in bodies.values() for module in body.modules()}
     for module in captured.units.values():
         if id(module) not in held:
@@ -188,8 +194,7 @@ def _pipelined(
 
     first = inputs, Recorded(captured, stages, bodies)
     runner = PipelineRun(pipeline, place, roots, record, first, dtype, by_replica=strategy.buffers == "replica")
-    stages_of = {"bodies": bodies, "runner": runner, "roots": list(roots.values()), "reached": reached}
-    return {**stages_of, "ties": ties, "tied": names}
+    return {"bodies": bodies, "runner": runner, "roots": list(roots.values()), "reached": reached}
 
 
 def _cut(

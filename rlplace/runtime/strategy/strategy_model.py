@@ -24,7 +24,7 @@ from rlplace.runtime.base.model import Batching, DistributedModel, Stash
 from rlplace.runtime.base.ranks import Ranks
 from rlplace.runtime.base.steps import Loss, check_inputs, loss_of, samples_of, takes_target
 from rlplace.runtime.state.whole import ParameterHooks, gather_values, own_part
-from rlplace.runtime.strategy.blocks import reads
+from rlplace.runtime.strategy.blocks import reads, tied_names
 from rlplace.runtime.strategy.buffers import Accumulation
 from rlplace.runtime.strategy.buffers import Loss as PartLoss
 from rlplace.runtime.strategy.capture import strange_in
@@ -33,8 +33,9 @@ from rlplace.runtime.strategy.mesh import MeshPlace
 from rlplace.runtime.strategy.reach import Reached
 from rlplace.runtime.strategy.release import GradientRelease
 from rlplace.runtime.strategy.statistics import statistics_of, take_from_first_replica
+from rlplace.runtime.strategy.sums import GradientSums
 from rlplace.runtime.strategy.tensor import step_stream
-from rlplace.runtime.strategy.wrap import StageTies, average_left_out, left_out, sum_parts
+from rlplace.runtime.strategy.wrap import average_left_out, left_out, sum_parts
 
 if TYPE_CHECKING:
     from rlplace.runtime.strategy.pipeline import PipelineRun
@@ -57,8 +58,6 @@ class StrategyModel(DistributedModel):
         batching: How a batch becomes micro-batches.
         loss: See `rlplace.distribute`.
         seed: Seed of the model's draws.
-        ties: Parameters that stages share.
-        tied: Names of parameters that are one tensor, for every such tensor.
         hooks: Hooks of the parameters.
         reached: Of the stages whose forwards read values.
     """
@@ -76,13 +75,11 @@ class StrategyModel(DistributedModel):
         batching: Batching,
         loss: Loss | None,
         seed: int,
-        ties: StageTies | None = None,
-        tied: Sequence[Sequence[str]] = (),
         hooks: ParameterHooks,
         reached: Sequence[Reached] = (),
     ) -> None:
-        self._pipeline = strategy.pipelines[0]
-        if self._pipeline.unlike_meshes:  # no process belongs to one replica alone, so all take whole batches
+        self._pipeline, several = place.pipeline, len(strategy.pipelines) > 1
+        if several or self._pipeline.unlike_meshes:  # no process belongs to one replica alone, so all take whole batches
             rows, batching = [list(range(dist.get_world_size()))], replace(batching, share="global")
         else:
             rows = place.mesh.mesh.permute(1, 2, 0, 3).reshape(place.data_degree, -1).tolist()
@@ -90,7 +87,9 @@ class StrategyModel(DistributedModel):
         super().__init__(meta, ranks, batching, seed, NATIVE)
         self.strategy, self.place, self.runner, self._loss = strategy, place, runner, loss
         self._bodies, self._roots, self._names = dict(bodies), list(roots), tuple(names)
-        self._ties, self._tied, self._hooks, self._reached = ties, tied, hooks, reached
+        self._hooks, self._reached, tied = hooks, reached, tied_names(meta)
+        self._tied = tied if len(self._pipeline.stages) > 1 else ()
+        self._sums = GradientSums(self._bodies, place, tied) if several or self._tied else None
         self._release = GradientRelease() if strategy.release_gradients else None
         if self.releases and hooks.names:
             raise InputError(
@@ -101,6 +100,11 @@ class StrategyModel(DistributedModel):
         self._latest: weakref.ref[Stash] | None = None
         self._divides: dict[frozenset[str], bool] = {}  # by names of inputs, whether the loss is divided by `COUNT`
         self._reduction = batching.reduction  # of the latest batch
+
+    @property
+    def writes(self) -> bool:
+        """True where this process has a part in checkpoints: one pipeline holds the whole model."""
+        return self.place.number == 0
 
     @property
     def releases(self) -> bool:
@@ -160,8 +164,8 @@ class StrategyModel(DistributedModel):
                 sum_parts(parameter)
             for stage in self._reached:
                 stage.settle()
-            if self._ties is not None:
-                self._ties.sum_gradients(self._bodies)
+            if self._sums is not None:
+                self._sums.sum_gradients()
             total, count = self._over_replicas(sums)
             if self._counts is not None:
                 total = total / count
@@ -175,11 +179,12 @@ class StrategyModel(DistributedModel):
         return total, stash
 
     def _over_replicas(self, sums: torch.Tensor) -> torch.Tensor:
-        """Returns the mean over all replicas of what each has."""
+        """Returns the mean over the replicas of a pipeline of what each has, summed over pipelines."""
         sums = sums.double() if self.place.device.type == "cpu" else sums.float()
         last = self._pipeline.stages[-1]
+        sums /= last.data_degree * last.axis("context") * last.axis("tensor")
         dist.all_reduce(sums)
-        return sums / (last.data_degree * last.axis("context") * last.axis("tensor"))
+        return sums
 
     @property
     def _gathers(self) -> bool:
@@ -222,8 +227,12 @@ class StrategyModel(DistributedModel):
 
     def _evaluate(self, args: Any, kwargs: Any, target: Any) -> Any:
         batch, passes = self._called(args, kwargs, target)
-        replicas = [self._share(batch, replica) for replica in range(self._pipeline.data_degree)]
-        own, together = self.place.replica, self._pipeline.data_degree // self.place.data_degree
+        replicas = [
+            self._share(batch, replica, number=number)
+            for number, pipeline in enumerate(self.strategy.pipelines)
+            for replica in range(pipeline.data_degree)
+        ]
+        own, together = (self.place.number, self.place.replica), self._pipeline.data_degree // self.place.data_degree
         with torch.no_grad(), step_stream(self.random_state, self.place):
             outputs = self.runner.evaluate(passes)
             register_dataclasses(outputs)
@@ -241,10 +250,12 @@ class StrategyModel(DistributedModel):
                 for (output, count), one in zip(outputs, passes, strict=True)
             ]
         again = self.place.index["tensor"] or self.place.column % self.place.context  # another process has the same
-        mine = {} if outputs is None or again else {own: outputs}
+        mine = (
+            {} if outputs is None or again else {own: [(output, count / self.place.data_degree) for output, count in outputs]}
+        )
         gathered = gather_values(mine, self.place.device, everywhere=True)
         alone = self.batching.share == "replica" or (self._gathers and self._loss is None)
-        wanted = [own] if alone else [*range(len(replicas))]
+        wanted = [self.place.replica] if alone else [*range(len(replicas))]
         parts = [output for made in (gathered.values() if len(wanted) > 1 else [gathered[own]]) for output in made]
         sizes = [size for replica in wanted for size in replicas[replica].sizes]
         strange = strange_in(parts[0][0])
@@ -281,13 +292,14 @@ class StrategyModel(DistributedModel):
         batch = inputs if target is None else {**inputs, TARGET: target}
         return batch, self._passes(batch, inputs)
 
-    def _share(self, batch: Batch, replica: int, degree: int | None = None) -> Share:
+    def _share(self, batch: Batch, replica: int, degree: int | None = None, *, number: int) -> Share:
         samples, owners = samples_of(dict(batch), self.batching.items), len(self.ranks.replicas)
-        return share_of(self.strategy, replica, samples * (owners if self.batching.share == "replica" else 1), degree)
+        samples *= owners if self.batching.share == "replica" else 1
+        return share_of(self.strategy, replica, samples, degree, number=number)
 
     def _passes(self, batch: Batch, names: Any) -> list[Pass]:
         """Returns this replica's micro-batches of a batch, on its device."""
-        share = self._share(batch, self.place.replica, self.place.data_degree)
+        share = self._share(batch, self.place.replica, self.place.data_degree, number=self.place.number)
         if self._reduction == SUM:
             share = replace(share, weights=(float(self.place.columns),) * len(share.sizes))
         elif self._counts is not None:  # of one count; the step divides by the sum of all
@@ -349,7 +361,7 @@ class StrategyModel(DistributedModel):
                 copied.copy_(copies[0])
 
     def _holders(self, name: str, parameter: nn.Parameter) -> int:
-        copies = {} if self._ties is None else self._ties.copies(self._bodies)
+        copies = {} if self._sums is None else self._sums.copies()
         return copies.get(parameter, 1) * self.place.mesh.size() // self.place.mesh["pipeline"].size()
 
 

@@ -37,7 +37,8 @@ def step_stream(random_state: tuple[int, int], place: MeshPlace) -> Iterator[Non
     """
     seed, step = random_state
     with torch.random.fork_rng([] if place.device.type == "cpu" else [place.device], device_type=place.device.type):
-        torch.manual_seed(((seed * 1_000_003 + step) * 1_009 + place.column) * 1_009 + place.index["pipeline"])
+        column = place.number * 1_000_000_007 + place.column
+        torch.manual_seed(((seed * 1_000_003 + step) * 1_009 + column) * 1_009 + place.index["pipeline"])
         yield
 
 

@@ -6,7 +6,7 @@ thousands of strategies; nothing here loads torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -170,25 +170,25 @@ def why_not(
     number = minor_version(torch_version or _installed())
     if number < OLDEST:
         return f"torch {'.'.join(map(str, number))} is older than {'.'.join(map(str, OLDEST))}; upgrade it"
-    if len(strategy.pipelines) > 1:
-        return "several pipelines need gradients summed over unlike meshes, which torch has no part for; use one"
-    facts, pipeline = facts or ModelFacts(), strategy.pipelines[0]
-    found = [_release(pipeline)] if release or strategy.release_gradients else []
-    found += [
-        _axes(pipeline, facts),
-        _experts(pipeline, facts),
-        _memory(pipeline, facts),
-        _levels(pipeline, facts),
-        _pipeline(pipeline, facts, number),
-    ]
-    found += [
-        _optimizer(pipeline, optimizer, release or strategy.release_gradients),
-        _model(pipeline, facts),
-        _hooks(pipeline, facts),
-        _values(pipeline, facts, number, release or strategy.release_gradients),
-        _conduct(pipeline, facts, buffers or strategy.buffers),
-    ]
-    return next(chain(*found, _gather(pipeline, facts, couple or strategy.couple)), None)
+    facts, release, couple = facts or ModelFacts(), release or strategy.release_gradients, couple or strategy.couple
+    several = len(strategy.pipelines) > 1
+    found = [_several(strategy.pipelines, facts, couple, optimizer, release)] if several else []
+    for pipeline in strategy.pipelines:
+        found += [_release(pipeline)] if release else []
+        found += [
+            _axes(pipeline, facts),
+            _experts(pipeline, facts),
+            _memory(pipeline, facts),
+            _levels(pipeline, facts),
+            _pipeline(pipeline, facts, number),
+            _optimizer(pipeline, optimizer, release),
+            _model(pipeline, facts),
+            _hooks(pipeline, facts),
+            _values(pipeline, facts, number, release),
+            _conduct(pipeline, facts, buffers or strategy.buffers, several=several),
+            _gather(pipeline, facts, couple),
+        ]
+    return next(chain(*found), None)
 
 
 def judge(
@@ -241,6 +241,28 @@ def minor_version(text: str) -> tuple[int, int]:
     """Returns the first two numbers of a version, such as (2, 13) of ``"2.13.0+cpu"``."""
     major, minor = text.split(".")[:2]
     return int(major), int(minor)
+
+
+def _several(
+    pipelines: Sequence[Pipeline], facts: ModelFacts, couple: str, optimizer: str | None, release: bool
+) -> Iterator[str]:
+    """Yields why unlike pipelines cannot run side by side: after the backward they sum whole gradients (`sums`)."""
+    conduct, rule = facts.conduct or Conduct(), None if optimizer is None else OPTIMIZERS[optimizer]
+    alone = "unlike pipelines side by side: "
+    if release:
+        yield f"{alone}they sum gradients after the backward, which releases them; plan without --release-gradients"
+    if couple == "gather":
+        yield f"{alone}--couple gather is for the replicas of one; plan without it"
+    if facts.batch_norm or facts.sync_norm:
+        yield f"{alone}each would have running statistics of its own; plan one"
+    if conduct.sparse:
+        yield f"{alone}the gradient of {conduct.sparse[0]} is sparse, and they sum dense ones; plan one"
+    if conduct.toggles:
+        yield f"{alone}the forward changes requires_grad of {conduct.toggles[0]}, which their sums do not follow; plan one"
+    if any(stage.offload for pipeline in pipelines for stage in pipeline.stages):
+        yield f"{alone}sums of gradients in host memory were never compared with the plain model; plan without offload"
+    if rule is not None and (rule.products or rule.quantized or rule.rounds):
+        yield f"{alone}updates of {optimizer} depend on how parameters are cut, and copies would drift apart; plan one"
 
 
 def _axes(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
@@ -471,9 +493,9 @@ def _values(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int], relea
         )
 
 
-def _conduct(pipeline: Pipeline, facts: ModelFacts, buffers: str) -> Iterator[str]:
+def _conduct(pipeline: Pipeline, facts: ModelFacts, buffers: str, *, several: bool) -> Iterator[str]:
     conduct = facts.conduct or Conduct()
-    stages, parts = pipeline.stages, pipeline.data_degree * max(pipeline.microbatches)
+    stages, parts = pipeline.stages, pipeline.data_degree * max(pipeline.microbatches) + several
     sharded = any(stage.sharding for stage in stages)
     in_parts = sharded or len(stages) > 1 or any(stage.recompute or stage.axis("tensor") > 1 for stage in stages)
     alone = "plan with replicate=1 shard=1 microbatches=1"

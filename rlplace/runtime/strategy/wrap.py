@@ -1,8 +1,7 @@
 """Data axes, recomputation and offload of a stage by torch's wrappers, in torch's order, and gradients that these do not sum.
 
 Tensor layouts come before (`tensor`), because `fully_shard` shards a process's part of a parameter after them. Block by block:
-recomputation, then `fully_shard` or `replicate`; the rest belongs to the root. Names of parameters stay the model's. Each stage
-has a copy of a parameter that stages share, and the copies' gradients are summed after the backward.
+recomputation, then `fully_shard` or `replicate`; the rest belongs to the root. Names of parameters stay the model's.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,19 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rlplace.model.capture.export import lies_in
-from rlplace.plan.strategy import Pipeline, Stage
+from rlplace.plan.strategy import Stage
 from rlplace.runtime.state.values import Values, fill
-from rlplace.runtime.state.whole import local_part, own_part, whole_tensor
 from rlplace.runtime.strategy.cut import StageGraph
 from rlplace.runtime.strategy.experts import spread_experts
 from rlplace.runtime.strategy.mesh import MeshPlace
 from rlplace.runtime.torch_adapter import StridedShard, replicate
-
-
-class _Tie(NamedTuple):
-    names: dict[int, str]  # of its copy in each stage of this process
-    stages: int  # number of stages that have a copy
-    group: Any  # their processes
 
 
 def copies_of(names: Sequence[str], stages: Sequence[StageGraph]) -> dict[int, str]:
@@ -45,76 +37,23 @@ def copies_of(names: Sequence[str], stages: Sequence[StageGraph]) -> dict[int, s
     return {number: name for number, name in held.items() if name is not None}
 
 
-class StageTies:
-    """Parameters of which several stages have a copy. Every process of the job makes it, because it makes process groups.
+def part_ties(ties: Sequence[Sequence[str]], stages: Sequence[StageGraph], bodies: Mapping[int, nn.Module]) -> None:
+    """Gives each stage of this process a copy of its own of a parameter that stages share, before it is sharded.
 
     Args:
         ties: Names of parameters that are one tensor, for every such tensor.
-        pipeline: The pipeline of the strategy.
         stages: The stages of the cut.
-        place: Coordinates of this process.
+        bodies: Modules of the stages of this process.
     """
-
-    def __init__(
-        self, ties: Sequence[Sequence[str]], pipeline: Pipeline, stages: Sequence[StageGraph], place: MeshPlace
-    ) -> None:
-        self._ties: list[_Tie] = []
-        self._unlike, self._processes = pipeline.unlike_meshes, place.mesh.size()
-        for names in ties:
-            name_of_stage = copies_of(names, stages)
-            if len(name_of_stage) < 2:
-                continue
-            held_by = dict.fromkeys(pipeline.stages[stage].devices for stage in name_of_stage)
-            columns = [[place.ranks[device] for device in devices] for devices in held_by]
-            if pipeline.unlike_meshes:
-                groups = [[rank for ranks in columns for rank in ranks]]
-            else:
-                groups = [list(ranks) for ranks in zip(*columns, strict=True)]
-            made = [dist.new_group(ranks) if len(ranks) > 1 else None for ranks in groups]
-            own = next((group for ranks, group in zip(groups, made, strict=True) if dist.get_rank() in ranks), None)
-            mine = {stage: name for stage, name in name_of_stage.items() if stage in place.stages}
-            self._ties.append(_Tie(mine, len(name_of_stage), own))
-
-    def part(self, bodies: Mapping[int, nn.Module]) -> None:
-        """Gives each stage of this process a parameter of its own, before it is sharded."""
-        for tie in self._ties:
-            for stage, name in list(tie.names.items())[1:]:
-                shared = bodies[stage].get_parameter(name)
-                fresh = nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad)
-                for module in bodies[stage].modules():
-                    for key, parameter in module.named_parameters(recurse=False):
-                        if parameter is shared:
-                            setattr(module, key, fresh)
-
-    def copies(self, bodies: Mapping[int, nn.Module]) -> dict[nn.Parameter, int]:
-        """Returns how many stages hold each parameter that stages share, for those of this process."""
-        return {bodies[stage].get_parameter(name): tie.stages for tie in self._ties for stage, name in tie.names.items()}
-
-    def sum_gradients(self, bodies: Mapping[int, nn.Module]) -> None:
-        """Gives every copy the sum of all copies' gradients of this step."""
-        for tie in self._ties:
-            if not tie.names:
-                continue
-            copies = [bodies[stage].get_parameter(name) for stage, name in tie.names.items()]
-            if self._unlike:
-                self._sum_whole(tie, copies)
-                continue
-            local = [local_part(copy.grad) if copy.grad is not None else torch.zeros_like(local_part(copy)) for copy in copies]
-            total = torch.stack(local).sum(0)  # in the order of its indices: gradients of a transposed use lie otherwise
-            if tie.group is not None:
-                dist.all_reduce(total, group=tie.group)
-            for copy, own in zip(copies, local, strict=True):
-                if copy.grad is not None:
-                    own.copy_(total)
-
-    def _sum_whole(self, tie: _Tie, copies: Sequence[nn.Parameter]) -> None:
-        """Sums whole gradients where stages cut the parameter in unlike ways; every process of a stage counts as its part."""
-        gradients = [copy.grad if copy.grad is not None else torch.zeros_like(copy.detach()) for copy in copies]
-        total = torch.stack([whole_tensor(gradient) for gradient in gradients]).sum(0) / self._processes
-        if tie.group is not None:  # else one process holds all copies
-            dist.all_reduce(total, group=tie.group)
-        for copy in copies:
-            copy.grad = own_part(total, copy) if isinstance(copy, DTensor) else total.clone()
+    for names in ties:
+        held = [(bodies[number], name) for number, name in copies_of(names, stages).items() if number in bodies]
+        for body, name in held[1:]:
+            shared = body.get_parameter(name)
+            fresh = nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad)
+            for module in body.modules():
+                for key, parameter in module.named_parameters(recurse=False):
+                    if parameter is shared:
+                        setattr(module, key, fresh)
 
 
 def left_out(parameter: torch.Tensor) -> bool:

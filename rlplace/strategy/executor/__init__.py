@@ -33,7 +33,7 @@ Pipelines
     of a place at once. A split backward leaves `weight_s` to its weight action; both halves recompute. A stage's first forward
     gathers. After its last backward a place waits for the exchange of gradients, block by block over all lanes (torch,
     perform_reduce_grad). Once all places of a tied weight are done they all-reduce its gradient. Unlike pipelines run
-    independently; after the last one each block's gradient is all-reduced among its places, in sequence and exposed.
+    independently; after the last one each block's gradient is summed among its places (`evaluate`), in sequence and exposed.
 
 Update and offload
     The update takes `update_s` over the shares of the weights. Of W devices that share m matrices that it needs whole, each

@@ -1,8 +1,10 @@
 """`DraftEvaluator`: step time and memory of drafts on a cluster, for a search that evaluates thousands.
 
 Unlike pipelines beside each other: each runs its own samples, then all sum the gradients of every block, and update. The sum
-waits for the last pipeline's passes, and nothing runs beside it. It is an all-reduce among one device of each place with the
-block (`meshes.tie_groups`), block after block; places without a common block sum at once.
+waits for the last pipeline's passes, and nothing runs beside it. The devices of each place with a block divide it; those that
+answer for the same part trade theirs, which takes as long as an all-gather of all that they answer for among one device of each
+place (`meshes.tie_groups`), and an all-gather of the sums among the copies of a place follows, block after block. Places
+without a common block sum at once.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from rlplace.errors import InputError
 from rlplace.strategy.costs import BlockCosts, Floats
 from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor import arrays as c
-from rlplace.strategy.executor.meshes import check_draft, expert_share_degree, places_of, share_degree, tie_groups
+from rlplace.strategy.executor.meshes import check_draft, copy_groups, expert_share_degree, places_of, share_degree, tie_groups
 from rlplace.strategy.executor.packing import NO_TIES, Frame, Packer
 from rlplace.strategy.executor.traffic import ClusterTraffic, table_s, tie_part
 
@@ -116,15 +118,17 @@ def side_by_side(draft: Draft, alone: Sequence[StepEvaluation], costs: BlockCost
 
 def _gradient_sum_s(pipelines: Sequence[Draft], costs: BlockCosts, traffic: ClusterTraffic) -> float:
     """Returns seconds in which pipelines sum the gradients of all blocks."""
-    bytes_of = [[_exchanged_bytes(place, costs) for place in pipeline.places] for pipeline in pipelines]
+    parts = [[_exchanged_bytes(place, costs) for place in pipeline.places] for pipeline in pipelines]
+    whole = _exchanged_bytes(Mesh((0,)), costs)
     spent: Counter[tuple[int, int]] = Counter()  # by pipeline and place
     for block in range(len(costs.names)):
-        holders = [places_of(pipeline, (block,))[0] for pipeline in pipelines]
-        size = max(float(rows[place][block]) for rows, place in zip(bytes_of, holders, strict=True))
-        places = [pipeline.places[number] for pipeline, number in zip(pipelines, holders, strict=True)]
-        seconds = table_s(traffic.table("all_reduce", tie_groups(places)), size)
-        for holder in enumerate(holders):
-            spent[holder] += seconds  # type: ignore[assignment]
+        holders = [(number, places_of(pipeline, (block,))[0]) for number, pipeline in enumerate(pipelines)]
+        places = [pipelines[number].places[place] for number, place in holders]
+        groups = tie_groups(places)
+        traded_s = table_s(traffic.table("all_gather", groups), len(places) * float(whole[block]) / len(groups))
+        for (number, place), mesh in zip(holders, places, strict=True):
+            given_s = table_s(traffic.table("all_gather", copy_groups(mesh)), float(parts[number][place][block]))
+            spent[number, place] += traded_s + given_s  # type: ignore[assignment]
     return max(spent.values())
 
 

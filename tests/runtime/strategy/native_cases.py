@@ -67,3 +67,9 @@ def chain(model, places, schedule, *, mesh, sharding, batch=8, microbatch=1, mic
         "batch": microbatch * microbatches * degree, "microbatch": [microbatch], "microbatches": [microbatches],
         "schedule": schedule, "stages": stages,
     }  # fmt: skip
+
+
+def beside(*parts):
+    """Unlike pipelines side by side, of strategies of one on devices of their own; each has the samples of its own batch."""
+    pipelines = [{key: value for key, value in part.items() if key != "batch"} for part in parts]
+    return {"batch": sum(part["batch"] for part in parts), "pipelines": pipelines}

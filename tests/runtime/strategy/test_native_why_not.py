@@ -7,7 +7,7 @@ import pytest
 
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.strategy.why_not import Conduct, ModelFacts, TensorFacts, why_not
-from tests.runtime.strategy.native_cases import BLOCKS, chain, flat
+from tests.runtime.strategy.native_cases import BLOCKS, beside, chain, flat
 
 SHARED, HALVES = {"mesh": {"shard": 2}, "sharding": 1}, [(0, 1), (2, 3)]
 SHARDED, TENSOR = flat("llama", {"shard": 4}, 1), flat("llama", {"tensor": 4}, 0)
@@ -100,10 +100,33 @@ def test_refuses(data, facts, words):
     assert words in reason(data, facts)
 
 
-def test_several_pipelines_are_refused():
-    parts = [flat("llama", {}, 0, devices=[device], batch=4) for device in (0, 1)]
-    data = {"batch": 8, "pipelines": [{k: v for k, v in part.items() if k != "batch"} for part in parts]}
-    assert "several pipelines" in reason(data, None)
+ASIDE = beside(flat("llama", {"shard": 2}, 3, devices=(0, 1)), flat("llama", {"tensor": 2}, 0, devices=(2, 3), batch=3))
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "words"),
+    [
+        (facts_of(), {}, None),
+        (facts_of(), {"release": True}, "without --release-gradients"),
+        (facts_of(), {"couple": "gather"}, "replicas of one"),
+        (facts_of(batch_norm=True), {}, "running statistics of its own"),
+        (facts_of(sync_norm=True), {}, "running statistics of its own"),
+        (facts_of({"sparse": ("w",)}), {}, "the gradient of w is sparse"),
+        (facts_of({"toggles": ("w",)}), {}, "changes requires_grad of w"),
+        (facts_of({"indivisible": "IndexError: out"}), {}, "cannot be divided"),
+        (facts_of({"written": ("mean",)}), {}, "writes mean by the samples"),
+        (facts_of(tensor=TensorFacts(no_tensor="why")), {}, "no tensor-parallel layout: why"),
+        *((facts_of(), {"optimizer": name}, "drift apart") for name in ("muon", "adamw8bit", "adamw-bf16")),
+    ],
+)
+def test_unlike_pipelines(facts, options, words):
+    found = why_not(Strategy.from_dict(ASIDE), facts, "2.13.0", **options)
+    assert found is None if words is None else words in found
+
+
+def test_unlike_pipelines_keep_gradients_on_their_devices():
+    part = flat("llama", {"shard": 2}, 3, devices=(0, 1), offload="all")
+    assert "host memory" in reason(beside(part, flat("llama", {}, 0, devices=(2,))), facts_of())
 
 
 def test_old_versions_of_torch_are_refused():

@@ -60,6 +60,8 @@ Plan = Callable[[Sequence[str]], dict[str, Any]]
 HOW = ("", "full", "selective")
 SPREAD, MIXTURES = "experts", ("mixtral", "qwen3_moe", "gpt_oss")
 PARTS, NO_SEQUENCES = "context", ("vit", "mlp", "resnet")
+BESIDE, UNLIKE_MIXTURES = "unlike", ("mixtral", "qwen3_moe")
+UNLIKE_KINDS = ("gpt2", "llama", *UNLIKE_MIXTURES)
 
 
 def _layers(blocks: Sequence[str]) -> list[str]:
@@ -100,9 +102,11 @@ def _stage(blocks: Sequence[str], devices: Any, mesh: Any, sharding: int, option
     return stage | by_block | kept
 
 
-def _strategy(stages: list[Any], mesh: Mapping[str, int], microbatch: int, schedule: str | None) -> dict[str, Any]:
+def _strategy(
+    stages: list[Any], mesh: Mapping[str, int], microbatch: int, schedule: str | None, samples: int = BATCH
+) -> dict[str, Any]:
     replicas = mesh.get("replicate", 1) * mesh.get("shard", 1)
-    counts: dict[str, Any] = {"batch": BATCH, "microbatch": [microbatch], "microbatches": [BATCH // replicas // microbatch]}
+    counts: dict[str, Any] = {"batch": samples, "microbatch": [microbatch], "microbatches": [samples // replicas // microbatch]}
     counts |= {"reduction": TARGETS} if mesh.get("context", 1) > 1 else {}
     return counts | ({} if schedule is None else {"schedule": schedule}) | {"stages": stages}
 
@@ -174,8 +178,129 @@ def context_plans(mixture: bool) -> Iterator[tuple[str, str, Plan]]:
         yield f"8: CP 4+EP 4+FSDP {level}", PARTS, _flat({"shard": 2, "context": 4}, level, recompute="full", expert=4)
 
 
+def _alone(
+    devices: range,
+    samples: int,
+    mesh: Mapping[str, int],
+    sharding: int = 0,
+    *,
+    microbatch: int = 1,
+    order: Sequence[range] = (),
+    bounds: Sequence[int] = (),
+    schedule: str | None = None,
+    **options: Any,
+) -> Plan:
+    """Returns a pipeline that runs so many samples on some devices; its stages are in `order` and begin at layers `bounds`."""
+
+    def plan(blocks: Sequence[str]) -> dict[str, Any]:
+        starts = [blocks.index(block) for block in _layers(blocks)]
+        parts = [blocks[a:b] for a, b in pairwise([0, *(starts[n] for n in bounds), len(blocks)])]
+        stages = [_stage(part, own, mesh, sharding, options) for part, own in zip(parts, order or [devices], strict=True)]
+        return _strategy(stages, mesh, microbatch, schedule, samples)
+
+    return plan
+
+
+def _beside(*parts: Plan) -> Plan:
+    """Returns unlike pipelines side by side."""
+
+    def plan(blocks: Sequence[str]) -> dict[str, Any]:
+        made = [part(blocks) for part in parts]
+        return {"batch": BATCH, "pipelines": [{key: one[key] for key in one if key != "batch"} for one in made]}
+
+    return plan
+
+
+def unlike_plans(kind: str) -> Iterator[tuple[str, str, Plan]]:
+    """Yields the same of unlike pipelines side by side, each with its own devices, samples and rest."""
+    left, right, ones = range(4), range(4, 8), [range(n, n + 1) for n in range(8)]
+    two, both = {"shard": 2}, {"shard": 2, "tensor": 2}
+    halves, others = [left[:2], left[2:]], [right[:2], right[2:]]
+    copies, hybrid = {"replicate": 2}, {"replicate": 2, "shard": 2}
+    yield "DP 2 / FSDP 3 of 6", BESIDE, _beside(_alone(range(2), 2, copies), _alone(range(2, 8), 6, {"shard": 6}, 3))
+    yield "TP 4 / hybrid", BESIDE, _beside(_alone(left, 4, {"tensor": 4}, microbatch=2), _alone(right, 4, hybrid, 2))
+    yield (
+        "PP 4 full / FSDP 1",
+        BESIDE,
+        _beside(
+            _alone(left, 4, {}, order=ones[:4], bounds=(1, 2, 3), schedule="1f1b", recompute="full"),
+            _alone(right, 4, {"shard": 4}, 1),
+        ),
+    )
+    yield (
+        "PP zbv / PP gpipe 4",
+        BESIDE,
+        _beside(
+            _alone(left, 4, copies, order=[*halves, *halves[::-1]], bounds=(1, 2, 3), schedule="zbv"),
+            _alone(right, 4, {}, order=ones[4:], bounds=(1, 2, 3), schedule="gpipe"),
+        ),
+    )
+    yield (
+        "PP+TP / PP+FSDP, other cut",
+        BESIDE,
+        _beside(
+            _alone(left, 4, {"tensor": 2}, order=halves, bounds=(1,), schedule="1f1b", sequence_parallel=True),
+            _alone(right, 4, two, 1, order=others, bounds=(3,), schedule="1f1b", recompute="selective"),
+        ),
+    )
+    yield (
+        "TP+SP 2 / PP 3 / FSDP 1 of 3",
+        BESIDE,
+        _beside(
+            _alone(range(2), 2, {"tensor": 2}, sequence_parallel=True),
+            _alone(range(2, 5), 3, {}, order=ones[2:5], bounds=(1, 3), schedule="1f1b"),
+            _alone(range(5, 8), 3, {"shard": 3}, 1),
+        ),
+    )
+    yield (
+        "PP interleaved+FSDP / TP+FSDP 3 selective",
+        BESIDE,
+        _beside(
+            _alone(left, 4, two, 1, order=halves * 2, bounds=(1, 2, 3), schedule="interleaved_1f1b"),
+            _alone(right, 4, both, 3, recompute="selective"),
+        ),
+    )
+    yield (
+        "FSDP 2 of 5 / PP 2 / alone",
+        BESIDE,
+        _beside(
+            _alone(range(5), 5, {"shard": 5}, 2),
+            _alone(range(5, 7), 1, {}, order=ones[5:7], bounds=(2,), schedule="gpipe"),
+            _alone(ones[7], 2, {}, microbatch=2),
+        ),
+    )
+    if kind in UNLIKE_MIXTURES:
+        yield (
+            "EP 4+FSDP 3 / PP 4",
+            BESIDE,
+            _beside(
+                _alone(left, 4, {"shard": 4}, 3, expert=4),
+                _alone(right, 4, {}, order=ones[4:], bounds=(1, 2, 3), schedule="1f1b"),
+            ),
+        )
+        yield (
+            "EP 2+TP / EP 4+FSDP 1 full",
+            BESIDE,
+            _beside(
+                _alone(left, 4, {"replicate": 2, "tensor": 2}, expert=2),
+                _alone(right, 4, {"shard": 4}, 1, expert=4, recompute="full"),
+            ),
+        )
+        yield (
+            "PP+EP 2+FSDP / EP 2+hybrid",
+            BESIDE,
+            _beside(
+                _alone(left, 4, two, 1, order=halves, bounds=(2,), schedule="1f1b", expert=2),
+                _alone(right, 4, hybrid, 2, expert=2),
+            ),
+        )
+        yield "EP 4+TP+FSDP 3 / DP 4", BESIDE, _beside(_alone(left, 4, both, 3, expert=4), _alone(right, 4, {"replicate": 4}))
+
+
 def _plans_for(kind: str) -> Iterator[tuple[str, str, Plan]]:
     yield from plans()
+    if kind in UNLIKE_KINDS:
+        yield from unlike_plans(kind)
     if kind in MIXTURES:
         yield from spread_plans()
     if kind not in NO_SEQUENCES:
@@ -328,10 +453,17 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
     text = replaced(text, r"norms differ by \S+ at", f"norms differ by {least:.0e} at")
     parts = [replaced(text, r"(?m)^\d+ cells: .*$", summary)]
     reasons = list(dict.fromkeys(_short(row["refused"]) for row in refused))
-    for title, hows in (("Plain", ("",)), ("Recomputed: full", ("full",)), ("Recomputed: selective", ("selective",)),
-                        ("In host memory", ("offload",)), ("Experts over devices", (SPREAD,)),
-                        ("Parts of the positions", (PARTS,))):  # fmt: skip
-        if shown := [row for row in rows if row["cell"].rpartition("|")[2] in hows]:
+    tables = {
+        "Plain": "",
+        "Recomputed: full": "full",
+        "Recomputed: selective": "selective",
+        "In host memory": "offload",
+        "Experts over devices": SPREAD,
+        "Parts of the positions": PARTS,
+        "Unlike pipelines side by side": BESIDE,
+    }
+    for title, how in tables.items():
+        if shown := [row for row in rows if row["cell"].rpartition("|")[2] == how]:
             parts.append(_table(title, shown, reasons))
     parts.append("## Refused\n\n" + "\n".join(f"{n}. {reason}." for n, reason in enumerate(reasons, 1)) + "\n")
     return "\n".join(parts)

@@ -11,7 +11,7 @@ import torch
 
 from rlplace.runtime.strategy.why_not import minor_version
 from tests.runtime.strategy import native_worker
-from tests.runtime.strategy.native_cases import GPT2, chain, flat, stage
+from tests.runtime.strategy.native_cases import GPT2, beside, chain, flat, stage
 
 pytest.importorskip("transformers")
 
@@ -64,6 +64,30 @@ CASES = {
     "experts of tensor groups": ("qwen2_moe", flat("qwen2_moe", {"replicate": 2, "tensor": 2}, 0, expert=2, microbatch=2)),
     "1f1b, experts": ("mixtral", chain("mixtral", HALVES, "1f1b", expert=2, **SHARED)),
     "both ways in a v, shared": ("llama", chain("llama", TURN, "dualpipev", **SHARED)),
+    "a chain beside a tensor group, tied": (
+        "gpt2",
+        beside(chain("gpt2", QUARTERS[:2], "1f1b", batch=6, **ALONE), flat("gpt2", {"tensor": 2}, 0, batch=2, devices=(2, 3))),
+    ),
+    "a v beside two alone, tied": (
+        "gpt2",
+        beside(
+            chain("gpt2", [(0,), (1,), (1,), (0,)], "zbv", batch=4, **ALONE),
+            *(flat("gpt2", {}, 0, batch=2, devices=(n,), microbatch=n - 1) for n in (2, 3)),
+        ),
+    ),
+    "experts beside a chain": (
+        "mixtral",
+        beside(
+            flat("mixtral", {"shard": 2}, 3, batch=6, devices=(0, 3), expert=2),
+            chain("mixtral", QUARTERS[1:3], "gpipe", batch=2, recompute="full", **ALONE),
+        ),
+    ),
+    "blocks that look at values, beside": (
+        "own",
+        beside(
+            flat("own", {"shard": 2}, 1, batch=6, devices=(0, 1)), flat("own", {"replicate": 2}, 0, batch=2, devices=(2, 3))
+        ),
+    ),
 }  # fmt: skip
 
 FROM_2_13 = (
@@ -72,6 +96,7 @@ FROM_2_13 = (
     "unlike axes in a v",
     "both ends of a v on one, tied",
     "both ways in a v, shared",
+    "a v beside two alone, tied",
 )
 """Refused before: stages in a v, values without a gradient between stages."""
 

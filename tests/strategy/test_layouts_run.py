@@ -16,7 +16,7 @@ from rlplace.cluster.parse import parse
 from rlplace.errors import InputError
 from rlplace.model.capture.capture import capture
 from rlplace.model.zoo import load_model
-from rlplace.plan.strategy import Stage, Strategy
+from rlplace.plan.strategy import Pipeline, Stage, Strategy
 from rlplace.runtime.strategy.blocks import units
 from rlplace.runtime.strategy.capture import capture as capture_blocks
 from rlplace.runtime.strategy.cut import cut
@@ -81,8 +81,9 @@ def sent(spec, degree, sequence_parallel, words):
     dist.init_process_group("fake", rank=0, world_size=degree, store=fake_pg.FakeStore())
     try:
         mesh = init_device_mesh("cpu", (1, 1, 1, degree), mesh_dim_names=AXES)
-        place = MeshPlace(mesh, torch.device("cpu"), dict.fromkeys(AXES, 0), (0,), {rank: rank for rank in range(degree)})
         stage = Stage(tuple(found), tuple(range(degree)), {"tensor": degree}, sequence_parallel=sequence_parallel, tensor=words)
+        ranks = {rank: rank for rank in range(degree)}
+        place = MeshPlace(mesh, torch.device("cpu"), dict.fromkeys(AXES, 0), (0,), ranks, Pipeline((stage,)))
         lay_out(place, stage, find_layouts(found, captured.calls), found, captured)
         with Sent(degree) as counted:
             output = model.module(**model.example_inputs)

@@ -229,7 +229,7 @@ def share_of(
     else:
         if (more := whole - sum(degrees)) < 0:
             raise InputError(
-                f"native: {whole} samples for {sum(degrees)} replicas are too few; drop such a batch (drop_last=True), or pad it"
+                f"native: {whole} samples for {sum(degrees)} replicas are too few; drop the batch (drop_last=True), or pad it"
             )
         ends = [least + end * more // strategy.batch for least, end in zip(accumulate([0, *degrees]), ends, strict=True)]
         own = even_sizes(ends[number + 1] - ends[number], degree)

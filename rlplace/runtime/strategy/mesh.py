@@ -42,13 +42,13 @@ class Peer:
 class MeshPlace:
     """The coordinates of a process."""
 
-    pipeline: Pipeline  # that this process is part of
-    number: int  # of the pipeline
     mesh: DeviceMesh  # processes of the pipeline, by `AXES`; where stages have unlike meshes, those of this process's stages
     device: torch.device  # the device that this process computes on
     index: dict[str, int]  # its coordinate on each axis
     stages: tuple[int, ...]  # numbers of the stages that it holds, in model order
     ranks: Mapping[int, int]  # process of each device
+    pipeline: Pipeline  # that this process is part of
+    number: int = 0  # of that pipeline
     experts: DeviceMesh | None = None  # the same by `EXPERT_AXES`, where experts are spread
     context: int = 1  # processes that divide the positions of a replica's samples
 
@@ -166,7 +166,7 @@ def _place_in(pipeline: Pipeline, number: int, rank_of_device: Mapping[int, int]
     device = (
         torch.device(device_type, torch.accelerator.current_device_index()) if device_type != "cpu" else torch.device("cpu")
     )
-    return MeshPlace(pipeline, number, mesh, device, index, held, rank_of_device, experts, context)
+    return MeshPlace(mesh, device, index, held, rank_of_device, pipeline, number, experts=experts, context=context)
 
 
 def _made(device_type: str, ranks: Sequence[torch.Tensor], names: tuple[str, ...]) -> DeviceMesh | None:

@@ -11,7 +11,7 @@ from rlplace.errors import InputError
 from rlplace.model.zoo.functions import split_spec
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.schedule import SCHEDULES
-from rlplace.plan.strategy import Pipeline
+from rlplace.plan.strategy import HEADS, RING, Pipeline
 from rlplace.planned import Planned
 
 _FLAVORS = {
@@ -57,6 +57,8 @@ def torchtitan_job(plan: PlacementPlan) -> str:
         "activation_checkpoint": _recomputed(pipeline) or {},
         "optimizer": {"name": _OPTIMIZERS[recipe.optimizer]},
     }
+    if stage.context_method == RING:
+        sections["parallelism"]["context_parallel_rotate_method"] = "alltoall"
     if several:
         sections["parallelism"] |= {
             "pipeline_parallel_schedule": SCHEDULES[pipeline.schedule or ""].torch_class.removeprefix("Schedule"),
@@ -107,6 +109,8 @@ def _lacks(planned: Planned) -> Iterator[str]:
         yield "has no branches of a layer on several devices, and its llama3 no experts"
     if first.axis("replicate") > 1 and first.axis("shard") == 1 and (several or first.axis("tensor") > 1):
         yield "combines whole copies (replicate without shard) with nothing else"
+    if first.context_method == HEADS:
+        yield "divides positions by gathering keys and values, or by a ring (context_method)"
     if first.axis("tensor") > 1 and not first.sequence_parallel:
         yield "splits the sequence wherever it is tensor-parallel (sequence_parallel)"
     if first.sharding == 1 and not several and pipeline.microbatches[0] > 1:

@@ -139,6 +139,8 @@ def plans() -> Iterator[tuple[str, str, Plan]]:
 def spread_plans() -> Iterator[tuple[str, str, Plan]]:
     """Yields the same of strategies that spread experts."""
     pair, four, both = {"shard": 2, "tensor": 2}, {"shard": 4}, {"replicate": 2, "shard": 4}
+    yield "PP+EP 4-2+FSDP", SPREAD, _unlike(_chain(2, 1, "1f1b", four, 1), (4, 2))
+    yield "PP zbv+EP 4-1-2-2+FSDP", SPREAD, _unlike(_chain(2, 2, "zbv", four, 1), (4, 1, 2, 2))
     for how in HOW:
         more = f" {how}" if how else ""
         yield f"EP 4+FSDP 3{more}", SPREAD, _flat({"shard": 8}, 3, recompute=how, expert=4)
@@ -176,6 +178,17 @@ def context_plans(mixture: bool) -> Iterator[tuple[str, str, Plan]]:
     for level in (1, 3) if mixture else ():
         yield f"8: CP 2+EP 4+TP+FSDP {level}", PARTS, _flat(both, level, recompute="selective", expert=4)
         yield f"8: CP 4+EP 4+FSDP {level}", PARTS, _flat({"shard": 2, "context": 4}, level, recompute="full", expert=4)
+
+
+def _unlike(plan: Plan, degrees: Sequence[int]) -> Plan:
+    """Gives every stage an expert degree of its own."""
+
+    def changed(blocks: Sequence[str]) -> dict[str, Any]:
+        data = plan(blocks)
+        stages = [stage | {"expert": degree} for stage, degree in zip(data["stages"], degrees, strict=True)]
+        return data | {"stages": stages}
+
+    return changed
 
 
 def _alone(

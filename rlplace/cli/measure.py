@@ -43,15 +43,18 @@ if TYPE_CHECKING:
 class MeasureOptions(ModelOptions):
     """Options of the verb."""
 
-    HELP = "time ops, steps or links on real devices"
+    HELP = "time ops, steps or links on real devices; count the tokens of experts"
     EXAMPLE = "example: rlplace measure hf:gpt2 --ops --step --batch 4 --seq 128 --out gpt2.measure.json"
 
     model: str | None = argument("MODEL", MODEL, "?")
     ops: bool = flag("time every distinct op of the model inside real training steps")
     step: bool = flag("time whole training steps of the model")
+    experts: bool = flag("count the tokens that a mixture's routers send to each expert on the model's inputs")
     links: bool = flag("under torchrun: latency and bandwidth of every pair of devices")
     plans: list[str] | None = option("under torchrun: time the steps of these plans", None, "P.plan.json", nargs="+")
-    out: str = option("M.measure.json; for --links C.toml, for --plans T.timings.json", None, "FILE", required=True)
+    out: str = option(
+        "M.measure.json; for --experts X.cost.json, for --links C.toml, for --plans T.timings.json", None, "FILE", required=True
+    )
     device: str | None = option("cpu or cuda:N (the GPU of the local rank where there is one)", None, "D")
     threads: int | None = option("torch threads on a processor (torch's default)", positive, "N")
     repeats: int = option("timed steps of each kind or plan (25)", positive, "N", default=25)
@@ -70,17 +73,19 @@ class MeasureOptions(ModelOptions):
         from rlplace.files import check_output
 
         if self.plans:
-            if self.ops or self.step or self.links or self.model:
+            if self.ops or self.step or self.experts or self.links or self.model:
                 raise InputError("measure: --plans takes no model and times nothing else; measure ops and links in other runs")
         elif self.links:
-            if self.ops or self.step or self.model:
+            if self.ops or self.step or self.experts or self.model:
                 raise InputError("measure: --links takes no model; measure ops and links in two runs")
         else:
             check_output(self.out)
-            if not self.ops and not self.step:
-                raise InputError("measure: say what to time: --ops, --step or --links")
+            if self.experts and (self.ops or self.step):
+                raise InputError("measure: --experts counts tokens and times nothing; measure ops and steps in another run")
+            if not self.ops and not self.step and not self.experts:
+                raise InputError("measure: say what to measure: --ops, --step, --experts or --links")
             if self.model is None:
-                raise InputError("measure: --ops and --step need a MODEL, for example hf:gpt2")
+                raise InputError("measure: --ops, --step and --experts need a MODEL, for example hf:gpt2")
             if flags := self.given(PRICES):
                 if flags[0] == "--host-mode":
                     raise InputError("measure: steps are timed in eager mode; leave --host-mode out")
@@ -93,7 +98,26 @@ class MeasureOptions(ModelOptions):
         if self.links:
             return _measure_links(self)
         assert self.model is not None
-        return _measure_model(self.model, self)
+        return _count_tokens(self.model, self) if self.experts else _measure_model(self.model, self)
+
+
+def _count_tokens(model: str, options: MeasureOptions) -> int:
+    from rlplace.cost.table import CostTable
+    from rlplace.measure.experts import count_tokens, imbalance
+    from rlplace.runtime.base.environment import own_device
+
+    samples, device = microbatch(model, options), own_device(options.device, "measure")
+    counts = count_tokens(recipe_of(model, options, samples).load("cpu"), device)
+    found = imbalance(counts.values())
+    source = f"tokens of {samples} samples of {model} by {len(counts)} mixtures"
+    CostTable({}, name="imbalance", source=source, imbalance=found).save(options.out)
+    say(f"wrote {options.out}")
+    if options.json:
+        print_json({"imbalance": found, "tokens": {path: count.tolist() for path, count in counts.items()}})
+        return 0
+    print_table(["expert degree", "busiest / mean"], [[str(degree), f"{factor:.3f}"] for degree, factor in found])
+    print(f"{source}; plan with --costs {options.out}")
+    return 0
 
 
 def _measure_model(model: str, options: MeasureOptions) -> int:

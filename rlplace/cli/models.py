@@ -196,7 +196,8 @@ def costs_of(options: ModelOptions, *machines: Cluster) -> CostTable | str | Non
 
     kinds = sorted({kind.name for machine in machines for kind in machine.kinds})
     table = own_costs(options.costs) if options.costs else None
-    if table and not isinstance(table, ModelledCosts) and not any(base_name(name) in table.kinds for name in kinds):
+    known = table is None or isinstance(table, ModelledCosts) or any(base_name(name) in table.kinds for name in kinds)
+    if table is not None and not known and not (table.imbalance and not table.kinds):
         raise InputError(
             f"{options.costs}: holds costs of {', '.join(sorted(table.kinds)) or 'no device'}, the cluster has "
             f"{', '.join(kinds)}; leave --costs out, or name a cluster with a device of that kind"

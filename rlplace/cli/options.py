@@ -178,7 +178,7 @@ class ModelOptions(Options):
     master_weights: bool = flag("optimizer state and a copy of the weights in fp32", group=_GROUP)
     granularity: int = option("target number of groups (200)", positive, "N", default=200, group=_GROUP)
     costs: str | None = option(
-        "op times: a *.cost.json or a plug-in over the built-in coefficients", None, "COSTS", group=_GROUP
+        "op times, imbalance of experts: a *.cost.json or a plug-in over the built-in coefficients", None, "COSTS", group=_GROUP
     )
     host_mode: str = option("how the host issues ops (eager)", choices=HOST_MODES, default="eager", group=_GROUP)
     host_us_per_op: float | None = option("host time to issue a kernel (7 eager, 1.5 compiled)", rate, "N", group=_GROUP)

@@ -82,12 +82,14 @@ class ModelledCosts(CostTable):
     @property
     def fingerprint(self) -> str:  # type: ignore[override]
         """SHA-256 of the table's own and of the name and version of the function."""
-        return fingerprint({"table": CostTable(self.kinds).fingerprint, "model": self.name, "version": self.version})
+        return fingerprint(
+            {"table": CostTable(self.kinds, imbalance=self.imbalance).fingerprint, "model": self.name, "version": self.version}
+        )
 
     def over(self, base: CostTable) -> CostTable:
         """Overlays this table on `base` like `CostTable.over`, with its function."""
         table = super().over(base)
-        return ModelledCosts(table.kinds, table.name, table.source, self.model, self.version)
+        return ModelledCosts(table.kinds, table.name, table.source, table.imbalance, self.model, self.version)
 
 
 def modelled_seconds(table: CostTable, graph: OpGraph, kind: DeviceKind) -> NDArray[np.float64] | None:
@@ -140,7 +142,7 @@ def _table_of(extension: Extension) -> CostTable:
     if callable(value) and not isinstance(value, CostTable):
         arguments = _required(value)
         if arguments == 2:
-            return ModelledCosts({}, extension.name, extension.distribution, value, extension.distribution)
+            return ModelledCosts({}, extension.name, extension.distribution, (), value, extension.distribution)
         if arguments != 0:
             raise wrong(extension, "a function of a cost model takes (graph, kind), one that makes a table takes nothing")
         try:

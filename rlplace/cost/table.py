@@ -37,6 +37,10 @@ EAGER_VIEW_S = 2e-6
 COMPILED_ISSUE_S = 1.5e-6
 """Host time to issue one kernel of a compiled graph or a graph replay; 1 to 2 us is usual."""
 
+IMBALANCE = 1.1
+"""Tokens of the busiest device of an expert group over the mean, where none was counted: an assumption about routers that are
+trained to balance (docs/cost-model.md)."""
+
 Key = tuple[str, str, str]
 """Op class (`rlplace.model.graph.opgraph.OP_KINDS`), dtype (`PRECISIONS`), direction (`DIRECTIONS`)."""
 
@@ -87,11 +91,13 @@ class CostTable:
         kinds: Costs by the name of a device kind.
         name: For people; not part of the fingerprint.
         source: For people: where the numbers come from; not part of the fingerprint.
+        imbalance: Pairs of an expert degree and the tokens of its busiest device over the mean.
     """
 
     kinds: Mapping[str, KindCosts]
     name: str = "costs"
     source: str = ""
+    imbalance: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         """Checks a table built in Python like one from a file."""
@@ -123,13 +129,22 @@ class CostTable:
                 measured={**other.measured, **own.measured},
                 targets={**other.targets, **own.targets},
             )
-        return CostTable(kinds, name=self.name, source=self.source)
+        return CostTable(kinds, name=self.name, source=self.source, imbalance=self.imbalance or base.imbalance)
+
+    def busiest(self, expert: int) -> float:
+        """Returns the tokens of the busiest device of an expert group over the mean.
+
+        Between two known degrees the larger counts, as imbalance grows with the degree; beyond all the largest.
+        """
+        known = sorted(self.imbalance)
+        return next((factor for degree, factor in known if degree >= expert), known[-1][1] if known else IMBALANCE)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the table as plain JSON data; defaults are left out, entries are sorted, so equal tables give equal text."""
         kinds = {name: _kind_to_dict(self.kinds[name]) for name in sorted(self.kinds)}
         source = {"source": self.source} if self.source else {}
-        return {"format": FORMAT, "version": VERSION, "name": self.name, **source, "kinds": kinds}
+        more = {"imbalance": [list(pair) for pair in sorted(self.imbalance)]} if self.imbalance else {}
+        return {"format": FORMAT, "version": VERSION, "name": self.name, **source, "kinds": kinds, **more}
 
     def save(self, path: str | Path) -> None:
         """Writes ``*.cost.json``, atomically."""
@@ -191,11 +206,13 @@ class _TableRecord(Record, frozen=True):
         kinds: Costs by device kind, as `_KEYS` says; ``NAME/device`` of a cluster file takes those of ``NAME``.
         name: For people; not part of the fingerprint.
         source: For people: where the numbers come from.
+        imbalance: Pairs of an expert degree and the tokens of its busiest device over the mean.
     """
 
     kinds: dict[Text, dict[str, Any]]
     name: str | None = None
     source: str = ""
+    imbalance: tuple[tuple[Annotated[int, Meta(ge=2)], Annotated[float, Meta(ge=1, le=1e6)]], ...] = ()
 
 
 def _kind_to_dict(costs: KindCosts) -> dict[str, Any]:
@@ -217,7 +234,8 @@ def _entry(value: Curve | TargetCosts | tuple[MeasuredShape, ...]) -> dict[str, 
 
 def _table(data: dict[str, Any], default_name: str) -> CostTable:
     table = build(_TableRecord, data, "cost table")
-    return CostTable(_kinds(table.kinds), default_name if table.name is None else table.name, table.source)
+    name = default_name if table.name is None else table.name
+    return CostTable(_kinds(table.kinds), name, table.source, table.imbalance)
 
 
 def _kinds(kinds: Mapping[str, dict[str, Any]]) -> dict[str, KindCosts]:

@@ -84,7 +84,7 @@ def test_unusable_requests_are_refused(files, tmp_path, capsys):
     assert main(["measure", MLP, "--ops", "--device", "tpu", "--out", out]) == 2
     assert main(["calibrate", *files, "--cluster", "a100-80g:1", "--out", str(tmp_path / "c.cost.json")]) == 2
     message = capsys.readouterr().err
-    assert "--ops, --step or --links" in message and "need a MODEL" in message and "measured on cpu" in message
+    assert "--ops, --step, --experts or --links" in message and "need a MODEL" in message and "measured on cpu" in message
     for extra in (["--autocast", "bf16"], ["--master-weights"], ["--host-mode", "compiled"], ["--costs", "c.cost.json"]):
         assert main(["measure", MLP, "--ops", *extra, "--out", out]) == 2
         assert extra[0] in capsys.readouterr().err

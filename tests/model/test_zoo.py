@@ -27,6 +27,15 @@ def test_transformers_type_with_options():
     assert model.module.training and model.loss is None
 
 
+def test_a_width_of_heads_that_only_the_code_of_a_type_reads():
+    """Qwen3-30B-A3B has heads of 128 at a width of 2048 over 32 heads; a type whose code reads no such width refuses it."""
+    sizes = "num_hidden_layers=1,hidden_size=64,num_attention_heads=4,num_key_value_heads=2,head_dim=32,vocab_size=64"
+    model = load_model(f"hf:qwen3_moe,{sizes},num_experts=4,moe_intermediate_size=16", batch=1, seq=8)
+    assert tuple(model.module.get_parameter("model.layers.0.self_attn.q_proj.weight").shape) == (4 * 32, 64)
+    with pytest.raises(InputError, match="unknown option of hf:bert 'head_dim'"):
+        load_model("hf:bert,head_dim=32", batch=1, seq=8)
+
+
 @pytest.mark.parametrize(
     ("kind", "head"),
     [

@@ -9,10 +9,10 @@ import pytest
 
 from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import collective_s
+from rlplace.cost.table import IMBALANCE, CostTable
 from rlplace.errors import InputError
 from rlplace.model.graph.opgraph import UPDATE
 from rlplace.plan.strategy import CONTEXT_METHODS, uniform_words
-from rlplace.strategy.blocks.experts import IMBALANCE
 from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.costs import CONTEXT_ALL_TO_ALL, CONTEXT_GATHER, CONTEXT_SCATTER, EXPERT_ALL_TO_ALL, RINGS, Cut
 from rlplace.strategy.drafts import Draft, Mesh, draft_of, kind_of
@@ -63,12 +63,19 @@ def test_by_hand(mixtral: PricedBlocks) -> None:
 
 
 def test_routed_ops_wait_for_the_busiest_device(mixtral: PricedBlocks) -> None:
-    """They take as long as before, less what they need not read, times the imbalance; others do not change."""
+    """They take as long as before, less what they need not read, and sort rows, times the imbalance; others do not change.
+
+    A forward reads and writes the 4 x 32 tokens for 2 experts of 32 floats out, and twice as much back, at half the bandwidth.
+    """
     cut, routed = Cut(4, expert=4), mixtral._experts.routed
     layer = (mixtral.blocks.of_op == LAYER) & (mixtral.graph.op_phase == 0)
     seconds = mixtral._seconds(0, cut)
-    expected = seconds[layer].sum() + (IMBALANCE - 1) * seconds[layer & routed].sum()
+    sorting = 6 * 4 * 32 * 2 * 32 * 4 / (0.5 * CLUSTER.kinds[0].memory_bandwidth_bytes_per_s)
+    expected = seconds[layer].sum() + (IMBALANCE - 1) * seconds[layer & routed].sum() + IMBALANCE * sorting
     assert mixtral.passes(0, cut).forward_s[LAYER] == pytest.approx(expected, rel=1e-12)
+    counted = PricedBlocks(captured("mixtral"), CLUSTER, captured("mixtral", 8), costs=CostTable({}, imbalance=((4, 1.5),)))
+    more = (1.5 - IMBALANCE) * (seconds[layer & routed].sum() + sorting)
+    assert counted.passes(0, cut).forward_s[LAYER] == pytest.approx(expected + more, rel=1e-12)
     assert mixtral.passes(0, cut).forward_s[0] == pytest.approx(mixtral.passes(0, Cut(4)).forward_s[0], rel=1e-12)
     assert (mixtral.passes(0, cut).kept_bytes == mixtral.passes(0, Cut(4)).kept_bytes).all()
 

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -324,7 +325,8 @@ def _configure(config_class: Any, kind: str, options: dict[str, str], base: dict
         base = base | {key.partition(".")[0]: {"model_type": part} for key, part in types.items()}
         config = config_class(**base)
         names = _names(config)
-        values = types | parse_options(options, names, f"hf:{kind}", extra=("num_labels", "attn_implementation"))
+        extra = ("num_labels", "attn_implementation", *_read_if_there(config_class))
+        values = types | parse_options(options, names, f"hf:{kind}", extra)
         for key, value in values.items():
             if type(value) is int and value < 0 and type(names.get(key)) is int and names[key] > 0:
                 raise InputError(f"hf:{kind}: option {key} must not be negative, found {value}")
@@ -339,6 +341,13 @@ def _configure(config_class: Any, kind: str, options: dict[str, str], base: dict
         raise
     except Exception as error:
         raise InputError(f"hf:{kind}: the configuration is refused: {_last_line(error)}") from None
+
+
+def _read_if_there(config_class: Any) -> Iterator[str]:
+    """Yields options that a type's models read and its configuration does not list, as that of Qwen3-30B-A3B sets."""
+    code = Path(inspect.getfile(config_class)).parent.glob("modeling_*.py")
+    if any('getattr(config, "head_dim"' in path.read_text("utf-8") for path in code):
+        yield "head_dim"
 
 
 def _names(config: Any) -> dict[str, Any]:

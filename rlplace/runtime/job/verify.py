@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from rlplace.model.capture.fake import computed_values, normalize_alone
 from rlplace.model.capture.inputs import split_inputs
@@ -37,6 +38,31 @@ _NOISE, _OWN_NOISE = 0.01, 0.25
 by the gradient's size enlarge it."""
 
 
+class Choices(TorchFunctionMode):
+    """Top-k choices, as routers of mixtures make them, that another rounding of the scores may make otherwise.
+
+    Attributes:
+        unsure: How many there were.
+
+    Args:
+        tolerance: See `TOLERANCE`.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        super().__init__()
+        self.unsure, self._noise = 0, _OWN_NOISE * tolerance
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function, and looks at the first score that was not chosen."""
+        made = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == "topk" and 0 < made.values.shape[-1] < args[0].shape[-1]:
+            scores = args[0].detach()
+            ranked = scores.topk(made.values.shape[-1] + 1).values
+            apart = ranked[..., -2] - ranked[..., -1]
+            self.unsure += int(((apart > 0) & (apart <= self._noise * scores.abs().amax(-1))).sum())
+        return made
+
+
 @dataclass(eq=False)
 class Reference:
     """The unplaced model, trained in one process like the distributed one."""
@@ -56,6 +82,7 @@ class Reference:
     why: str = ""  # why that differs from the loss of the batch, where a rehearsal shows it
     # by parameter how far its updates may have carried it because a gradient is known up to rounding only
     slack: dict[str, torch.Tensor] = field(default_factory=dict)
+    unsure: int = 0  # choices so far that hang on rounding, behind which any update may be another
 
     def __post_init__(self) -> None:
         normalize_alone(self.model)
@@ -78,8 +105,9 @@ class Reference:
             value = self._step_in_parts(self.strategy, batch)
         else:
             before = copy.deepcopy(self.model, computed_values(self.model)) if self.steps == 0 and self.parts > 1 else None
-            with self.autocast():
+            with self.autocast(), Choices(tolerance) as choices:
                 loss = self._loss_of(self.model, batch)
+            self.unsure += choices.unsure
             loss.backward()  # type: ignore[no-untyped-call]
             value = float(loss.detach())
             if before is not None:
@@ -146,6 +174,7 @@ class Reference:
         for name, gradient in magnitudes.items():
             noise = tolerance * (_NOISE * largest + _OWN_NOISE * _largest(gradient))
             unsure = (noise / gradient.clamp_min(1e-38)).clamp_max(2.0) * rate
+            unsure = torch.full_like(unsure, 2.0 * rate) if self.unsure else unsure
             self.slack[name] = self.slack[name] + unsure if name in self.slack else unsure
 
 
@@ -250,6 +279,11 @@ class RunComparison:
         if self.unlike is not None and not self.equal:
             made.append(
                 f"the model draws by {self.unlike}, whose numbers depend on the plan: what it reaches cannot be compared"
+            )
+        if self.reference is not None and self.reference.unsure:
+            made.append(
+                f"{self.reference.unsure} choices of routers hang on rounding, and updates on the choices: parameters count as "
+                "equal where they differ by no more than updates"
             )
         parts = None if self.reference is None else self.reference.mean_of_parts
         if self.reference is not None and self.first is not None and parts is not None and not self.equal:

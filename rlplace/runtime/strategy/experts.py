@@ -1,9 +1,8 @@
 """Experts over an expert group: each process holds some whole, and works on all tokens of the group that chose them.
 
-A module of experts has parameters that are stacked by expert, ``[experts, ...]``, and a forward that takes tokens, the experts
-that each has chosen and their weights, as those of transformers have. Tokens travel by all-to-all, its own code runs on
-those that came, results travel back, and are weighed where the tokens are; none is dropped. Parameters are DTensors, cut by
-expert, so that `fully_shard` shares them over the data ranks that remain, and checkpoints hold the plain model's.
+Tokens travel by all-to-all, a module's own code (`mixtures`) runs on those that came, results travel back, and are weighed
+where the tokens are; none is dropped. Parameters are DTensors, cut by expert, so that `fully_shard` shares them over the data
+ranks that remain, and checkpoints hold the plain model's.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from math import gcd
 from typing import Any
 
 import torch
@@ -19,29 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from rlplace.runtime.strategy.mixtures import COUNT, Form, form_of
 from rlplace.runtime.torch_adapter import all_to_all, with_parameters
-
-NO_EXPERTS = (
-    "no module has `num_experts` stacked weights and a forward(hidden_states, top_k_index, top_k_weights), as the experts of "
-    "transformers have"
-)
-
-_COUNT = "num_experts"
-
-
-def is_mixture(module: nn.Module) -> bool:
-    """Returns whether a module has stacked experts, and takes tokens with their experts and weights."""
-    held = dict(module.named_parameters())
-    if not held or any("." in name for name in held) or not isinstance(count := getattr(module, _COUNT, None), int):
-        return False
-    names = [*inspect.signature(module.forward).parameters]
-    takes = len(names) == 3 and any(word in names[1] for word in ("index", "indices", "experts")) and "weight" in names[2]
-    return takes and all(parameter.dim() > 1 and len(parameter) == count for parameter in held.values())
-
-
-def common_experts(model: nn.Module) -> int:
-    """Returns the number of experts of all modules of experts, of unlike ones what these have in common; 0 without any."""
-    return gcd(*(getattr(module, _COUNT) for module in model.modules() if is_mixture(module)))
 
 
 def spread_experts(root: nn.Module, mesh: DeviceMesh, tensor: DeviceMesh) -> list[nn.Module]:
@@ -54,54 +31,87 @@ def spread_experts(root: nn.Module, mesh: DeviceMesh, tensor: DeviceMesh) -> lis
         mesh: The expert group.
         tensor: The tensor group, which divides its tokens.
     """
-    found = [module for module in root.modules() if is_mixture(module)]
-    for module in found:
+    found = [(module, form) for module in root.modules() if (form := form_of(module)) is not None]
+    for module, form in found:
         for name, whole in list(module.named_parameters()):
             own = whole.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
             part = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
             setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
-        setattr(module, _COUNT, getattr(module, _COUNT) // mesh.size())
-        forward = partial(_exchange, module, module.forward, mesh, tensor.size() / mesh.size())
-        vars(module)["forward"] = forward if tensor.size() == 1 else partial(_divide, forward, tensor)
-    return found
+        experts = getattr(module, COUNT)
+        setattr(module, COUNT, experts // mesh.size())
+        code = partial(_on_own_experts, module, module.forward, tensor.size() / mesh.size())
+        exchange = partial(_exchange, code, mesh, experts, form) if form.chosen else partial(_exchange_rows, code, mesh)
+        if tensor.size() > 1:
+            exchange = partial(_divide, exchange, tensor, 0 if form.chosen else 1)
+        vars(module)["forward"] = partial(_called, exchange, inspect.signature(module.forward), experts, form)
+    return [module for module, _ in found]
 
 
-def _divide(forward: Callable[..., torch.Tensor], mesh: DeviceMesh, *args: torch.Tensor) -> torch.Tensor:
-    """Runs a forward on this process's part of the rows, which all of a tensor group have; returns all rows of its result."""
+def _called(
+    exchange: Callable[..., torch.Tensor], signature: inspect.Signature, experts: int, form: Form, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Calls an exchange with the arguments of a module's forward; rows of one expert after the other get a dimension more."""
+    named = signature.bind(*args, **kwargs).arguments
+    if form.chosen:
+        return exchange(*(named[name] for name in form))
+    rows = named[form.tokens]
+    made = exchange(rows.reshape(experts, -1, rows.shape[-1]))
+    return made.flatten(0, 1).clone()  # a view loses the hooks of its backward to writes
+
+
+def _on_own_experts(module: nn.Module, forward: Callable[..., torch.Tensor], scale: float, *args: Any, **named: Any) -> Any:
+    """Runs a module's own code with the parameters of this process's experts, whose gradients are scaled."""
+    local = {name: _own_part(parameter, scale) for name, parameter in module.named_parameters()}
+    with with_parameters(module, local):
+        return forward(*args, **named)
+
+
+def _divide(forward: Callable[..., torch.Tensor], mesh: DeviceMesh, dim: int, *args: torch.Tensor) -> torch.Tensor:
+    """Runs a forward on this process's part of the tokens, which all of a tensor group have; returns its whole result."""
     shape, stride = args[0].shape, args[0].stride()
     parts = [
-        DTensor.from_local(value, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(0)]) for value in args
+        DTensor.from_local(value, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(dim)]) for value in args
     ]
     made = DTensor.from_local(
-        forward(*(part.to_local() for part in parts)), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+        forward(*(part.to_local() for part in parts)), mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride
     )
     return made.redistribute(placements=[Replicate()]).to_local().clone()  # a view loses the hooks of its backward to writes
 
 
 def _exchange(
-    module: nn.Module,
-    forward: Callable[..., torch.Tensor],
+    code: Callable[..., torch.Tensor],
     mesh: DeviceMesh,
-    scale: float,
+    experts: int,
+    form: Form,
     tokens: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
     """Runs a module of experts on all tokens of the group: [tokens, width]; `chosen` and `weights` are [tokens, choices]."""
-    group, degree, experts = mesh.get_group(), mesh.size(), getattr(module, _COUNT)
+    group, degree = mesh.get_group(), mesh.size()
     order = chosen.flatten().argsort(stable=True)
-    sent = torch.bincount(chosen.flatten(), minlength=degree * experts).view(degree, experts)
+    sent = torch.bincount(chosen.flatten(), minlength=experts).view(degree, -1)
     came = all_to_all(sent, None, None, group)  # by sender and own expert
     out, back = sent.sum(1).tolist(), came.sum(1).tolist()
     rows = all_to_all(tokens[order // chosen.shape[1]], back, out, group)
-    own = torch.arange(experts, device=rows.device).repeat(degree).repeat_interleave(came.flatten())
+    own = torch.arange(sent.shape[1], device=rows.device).repeat(degree).repeat_interleave(came.flatten())
     if empty := not len(rows):  # its backward has to run as that of all others, and its experts have gradients of zero
         rows, own = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), own.new_zeros(1)
-    local = {name: _own_part(parameter, scale) for name, parameter in module.named_parameters()}
-    with with_parameters(module, local):
-        made = forward(rows, own.unsqueeze(1), weights.new_ones(len(rows), 1))
+    made = code(**{form.tokens: rows, form.chosen: own.unsqueeze(1), form.weights: weights.new_ones(len(rows), 1)})
     made = all_to_all(made[:0] if empty else made, out, back, group)[order.argsort()]
     return (made.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1).to(made.dtype)
+
+
+def _exchange_rows(code: Callable[..., torch.Tensor], mesh: DeviceMesh, rows: torch.Tensor) -> torch.Tensor:
+    """Runs a module of experts on the rows of the group for each: [experts, rows, width]."""
+    group, (experts, length) = mesh.get_group(), rows.shape[:2]
+    own = experts // mesh.size()
+    lengths = all_to_all(torch.full((mesh.size(),), length, device=rows.device), None, None, group).tolist()
+    out, back = [own * length] * mesh.size(), [own * each for each in lengths]
+    came = all_to_all(rows.flatten(0, 1), back, out, group).split(back)
+    made = code(torch.cat([part.view(own, -1, part.shape[-1]) for part in came], 1).flatten(0, 1))
+    parts = made.view(own, -1, made.shape[-1]).split(lengths, 1)
+    return all_to_all(torch.cat([part.flatten(0, 1) for part in parts]), out, back, group).view(experts, length, -1)
 
 
 def _own_part(parameter: Any, scale: float) -> torch.Tensor:

@@ -29,8 +29,8 @@ from rlplace.runtime.strategy.blocks import block_names, has_batch_norm, has_syn
 from rlplace.runtime.strategy.capture import capture, strange_in
 from rlplace.runtime.strategy.context_facts import context_facts
 from rlplace.runtime.strategy.cut import StageGraph, cut
-from rlplace.runtime.strategy.experts import NO_EXPERTS, common_experts
 from rlplace.runtime.strategy.gather import why_no_gather
+from rlplace.runtime.strategy.mixtures import NO_EXPERTS, common_experts
 from rlplace.runtime.strategy.model_layouts import find_layouts
 from rlplace.runtime.strategy.recorded import why_unlike
 from rlplace.runtime.strategy.rehearsal import rehearse, rows_of

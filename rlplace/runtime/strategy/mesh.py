@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,8 @@ class MeshPlace:
     ranks: Mapping[int, int]  # process of each device
     pipeline: Pipeline  # that this process is part of
     number: int = 0  # of that pipeline
-    experts: DeviceMesh | None = None  # the same by `EXPERT_AXES`, where experts are spread
+    # the same by `EXPERT_AXES`, for each degree over which stages of this process spread experts
+    experts: Mapping[int, DeviceMesh] = field(default_factory=dict)
     context: int = 1  # processes that divide the positions of a replica's samples
 
     @property
@@ -106,6 +107,13 @@ class MeshPlace:
         return found
 
 
+def _by_experts(ranks: torch.Tensor, degree: int) -> torch.Tensor:
+    """Returns ranks by `EXPERT_AXES`, from those by `AXES`; without shares the context lies in `replicate`."""
+    if ranks.shape[AXES.index("shard")] == 1:
+        return ranks.flatten(1).unflatten(1, (-1, 1, degree))
+    return ranks.flatten(2).unflatten(2, (-1, degree))
+
+
 def check_same(model: nn.Module, weights: str | Path | None = None) -> None:
     """Refuses a model whose parameters are not the same on all processes; every process of the job calls it.
 
@@ -156,9 +164,12 @@ def _place_in(pipeline: Pipeline, number: int, rank_of_device: Mapping[int, int]
     mine = next((place for place, own in enumerate(sets) if dist.get_rank() in ranks[own]), None)
     together = [[own] for own in sets] if pipeline.unlike_meshes else [list(sets)]
     numbers = [torch.tensor([ranks[own] for own in group]).view(len(group), *axes[group[0]]) for group in together]
-    mesh, experts = _made(device_type, numbers, AXES), None
-    if (degree := max(stage.expert for stage in pipeline.stages)) > 1:
-        experts = _made(device_type, [own.flatten(2).unflatten(2, (-1, degree)) for own in numbers], EXPERT_AXES)
+    mesh, experts = _made(device_type, numbers, AXES), dict[int, DeviceMesh]()
+    for degree in sorted({stage.expert for stage in pipeline.stages} - {1}):
+        with_it = {stage.devices for stage in pipeline.stages if stage.expert == degree}
+        spread = [_by_experts(own, degree) for own, group in zip(numbers, together, strict=True) if with_it & {*group}]
+        if (made := _made(device_type, spread, EXPERT_AXES)) is not None:
+            experts[degree] = made
     if mesh is None or mine is None:
         return None
     index = dict(zip(AXES, mesh.get_coordinate() or (), strict=True)) | {"pipeline": mine}

@@ -286,14 +286,13 @@ def _experts(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
         return
     if facts.no_experts is not None:
         yield f"{facts.no_experts}; plan with expert=1"
-    if facts.experts % degrees[-1]:
-        yield f"the expert degree {degrees[-1]} does not divide {facts.experts}, what mixtures of experts have in common"
-    if len(degrees) > 1:
-        yield "stages of unlike expert degrees are not run yet; give all the same"
+    for degree in (degree for degree in degrees if facts.experts % degree):
+        yield f"the expert degree {degree} does not divide {facts.experts}, what mixtures of experts have in common"
     if any(stage.sequence_parallel for stage in stages):
         yield "spread experts take the whole sequence of a tensor group; plan without sequence_parallel or with expert=1"
-    if any(stage.sharding == 0 and stage.axis("tensor") != stage.expert for stage in stages):
-        yield "at sharding level 0 experts are spread over the whole tensor group; give both the same degree"
+    for stage in (stage for stage in stages if stage.sharding == 0):
+        if stage.expert not in (1, group := stage.axis("context") * stage.axis("tensor")):
+            yield f"at sharding level 0 experts are spread over all of context x tensor; give expert {group}, or 1"
     if len(set(pipeline.microbatches)) > 1:
         yield "replicas with unlike numbers of micro-batches would wait for each other's tokens for ever; give all the same"
     if facts.branches:

@@ -124,7 +124,8 @@ def wrap_stage(
         mixed_precision: Dtype that parameters are cast to; it needs torch's wrappers for one replica, too.
         unreached: Whether parameters may get no gradient, which torch then finds in every step.
     """
-    spread = spread_experts(root, place.experts["expert"], place.mesh["tensor"]) if place.experts is not None else []
+    experts = place.experts[stage.expert] if stage.expert > 1 else None
+    spread = spread_experts(root, experts["expert"], place.mesh["tensor"]) if experts is not None else []
     for path, how in stage.recompute.items():
         for unit in (unit for name, unit in blocks.items() if lies_in(name, path)):
             recompute(unit, how)
@@ -134,7 +135,7 @@ def wrap_stage(
         return root
     cast: dict[str, Any] = {} if mixed_precision is None else {"mp_policy": mixed_precision}
     if stage.sharding == 0:
-        if not pipelined and stage.axis("tensor") == 1 and mixed_precision is None:
+        if not pipelined and stage.axis("tensor") == 1 and mixed_precision is None and experts is None:
             ids = None if place.device.type == "cpu" else [place.device]
             group = place.mesh["replicate"].get_group()
             with warnings.catch_warnings():
@@ -153,8 +154,8 @@ def wrap_stage(
         again = stage.sharding == 3
         shared = partial(fully_shard, mesh=axes, reshard_after_forward=again, shard_placement_fn=_shard_dim, **cast)
     ignored = {p for p in root.parameters() if left_out(p)}  # see `average_left_out`
-    if place.experts is not None:
-        ignored |= _share_experts(spread, place.experts, stage, mixed_precision)
+    if experts is not None:
+        ignored |= _share_experts(spread, experts, stage, mixed_precision)
     shared = partial(shared, ignored_params=ignored)
     alone = {path: block for path, block in blocks.items() if path not in outside and stands_alone(root, block)}
     for path, block in alone.items():
@@ -173,7 +174,7 @@ def _share_experts(
     spread: Sequence[nn.Module], mesh: DeviceMesh, stage: Stage, policy: MixedPrecisionPolicy | None
 ) -> set[nn.Parameter]:
     """Shares spread experts over the data ranks that remain; returns the parameters that no other process has."""
-    axes = mesh["replicate", "expert_shard"] if stage.axis("replicate") > 1 else mesh["expert_shard"]
+    axes = mesh["replicate", "expert_shard"] if mesh["replicate"].size() > 1 else mesh["expert_shard"]
     if axes.size() == 1 and policy is None:
         return {parameter for module in spread for parameter in module.parameters()}
     parts = mesh["expert_shard"].size()

@@ -1,10 +1,10 @@
 """Layouts over an expert group, which spreads experts over its devices.
 
-Experts are products that read one weight for all of them, cut by expert: torch's and transformers' grouped products, whose rows
-a router has sorted. Every device of an expert group holds some experts and works on the tokens of all devices that chose them:
-on average as many as it had itself, but on the busiest one `IMBALANCE` times as many. A tensor group inside of it divides its
-tokens, which all of its devices have, instead of the experts' matrices, as torchtitan does (its `ReordererSequenceParallel`).
-
+Experts are products that read one weight for all of them, cut by expert: torch's and transformers' grouped products, whose
+rows a router has sorted, and batched products of rows for every expert, as llama4's. Every device of an expert group holds
+some experts and works on the tokens of all devices that chose them: on average as many as it had itself, on the busiest one
+more (`CostTable.busiest`). A tensor group inside of it divides its tokens, which all of its devices have, instead of the
+experts' matrices, as torchtitan does (its `ReordererSequenceParallel`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.model.aten import base_name
 from rlplace.model.graph.opgraph import FORWARD, PARAMETER, UPDATE, OpGraph
 from rlplace.strategy.costs import (
     ALL_GATHER,
@@ -26,9 +27,6 @@ from rlplace.strategy.costs import (
     Cut,
 )
 from rlplace.strategy.layouts.tensor_layout import LayoutCollective, TensorLayout
-
-IMBALANCE = 1.1
-"""Tokens of the busiest device of an expert group over the mean: an assumption about routers that are trained to balance."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +53,27 @@ class Experts:
         """Degrees over which they can be spread divide it; 1 without experts."""
         return gcd(*self.counts.values()) or 1
 
+    def sorted_bytes(self, tensor_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns int64 [N], bytes that a device reads and writes to sort rows for an all-to-all and back, in both passes.
+
+        Out, the rows of tokens are read once for each expert and written, in the backward added to; back, they are read in the
+        order of the tokens, written, and weighed once more.
+
+        Args:
+            tensor_bytes: int64 [T], of a device's tensors.
+        """
+        found = np.zeros(self.graph.num_ops, dtype=np.int64)
+        for ends in self.sent:
+            for (op, tensor), times in zip(ends, (2, 4), strict=True):
+                behind = np.flatnonzero((self.graph.op_forward == op) & (self.graph.op_phase != UPDATE))
+                for each in (op, *behind[behind != op][:1].tolist()):
+                    found[each] += times * tensor_bytes[tensor]
+        return found
+
     def why_not(self, degree: int) -> str | None:
         """Explains why the experts cannot be spread over so many devices."""
         if not self.counts:
-            return "the model has no experts in grouped products; leave expert at 1"
+            return "the model has no experts in grouped or batched products; leave expert at 1"
         return f"expert degree {degree} does not divide {self.most} experts" if self.most % degree else None
 
     def spread(self, layout: TensorLayout | None, cut: Cut, of_op: NDArray[np.int32]) -> TensorLayout:
@@ -104,7 +119,7 @@ class Experts:
 def find_experts(graph: OpGraph) -> Experts:
     """Returns the experts of a captured step, if it has any."""
     readers, tensors = graph.consumers, graph.edge_tensor
-    grouped = np.array(["grouped_mm" in target for target in graph.op_target], dtype=bool)
+    grouped = np.array(["grouped_mm" in target or base_name(target) == "bmm" for target in graph.op_target], dtype=bool)
     weight = (graph.tensor_role == PARAMETER)[tensors] & grouped[readers] & (graph.op_phase[readers] == FORWARD)
     held: dict[int, int] = {}
     of_module: dict[str, list[int]] = {}

@@ -29,7 +29,7 @@ from rlplace.model.graph.rescale import affine, rescale
 from rlplace.plan.strategy import RING
 from rlplace.strategy.blocks.blocks import find_blocks
 from rlplace.strategy.blocks.context import context_bytes, context_layout, hidden_s, why_no_context
-from rlplace.strategy.blocks.experts import IMBALANCE, find_experts
+from rlplace.strategy.blocks.experts import find_experts
 from rlplace.strategy.blocks.lives import Lives, Memory
 from rlplace.strategy.blocks.op_costs import (
     PassOps,
@@ -56,6 +56,9 @@ from rlplace.strategy.layouts.tensor_layout import (
 )
 
 T = TypeVar("T")
+
+_SORTING = 0.5
+"""Share of the memory's bandwidth at which rows are sorted; assumed, as gathers of whole rows were not timed apart."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,9 +228,13 @@ class PricedBlocks:
         return self._split()[0] if split else (self.graph, np.arange(self.graph.num_ops, dtype=np.int32))
 
     def _pass_seconds(self, kind: int, cut: Cut) -> Floats:
-        """Returns float64 [N], of every captured op, on the busiest device of an expert group."""
+        """Returns float64 [N], of every captured op, on the busiest device of an expert group, which sorts rows, too."""
         seconds = self._seconds(kind, cut)
-        return seconds * np.where(self._experts.routed, IMBALANCE, 1.0) if cut.expert > 1 else seconds
+        if cut.expert == 1:
+            return seconds
+        rate = _SORTING * self._kinds[self.kinds[kind]].memory_bandwidth_bytes_per_s
+        sorting: Floats = self._experts.sorted_bytes(self._at(cut).tensor_bytes) / rate
+        return np.where(self._experts.routed, (seconds + sorting) * self._table.busiest(cut.expert), seconds)
 
     def _half_seconds(self, kind: int, cut: Cut) -> Floats:
         """Returns float64 [N'], the same with weight gradients apart."""

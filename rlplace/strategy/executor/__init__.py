@@ -61,6 +61,7 @@ Memory of a device
 
 Not modelled
     Contention between level 0's buckets and collectives inside blocks, and between collectives and stage transfers. Routing of
-    experts: the busiest device has `IMBALANCE` times the mean tokens, with mean activations. Replicas of unlike speed at levels
-    0 and 1 wait for each other only at the end. Gradient clipping, the optimizer's temporaries, the allocator's segments.
+    experts: the busiest device has `CostTable.busiest` times the mean tokens, with mean activations. Replicas of unlike speed
+    at levels 0 and 1 wait for each other only at the end. Gradient clipping, the optimizer's temporaries, the allocator's
+    segments.
 """

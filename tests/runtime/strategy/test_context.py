@@ -81,6 +81,8 @@ CASES = {
     "shares, full attention, padded": ("bert", plan({"shard": 2, "context": 2}, 1, microbatches=2)),
     "experts of parts": ("mixtral", plan({"shard": 2, "context": 2}, 3, recompute="full", expert=4)),
     "experts of parts of all": ("mixtral", plan({"shard": 2, "context": 2}, 1, microbatches=2, expert=2)),
+    "experts of parts of a tensor group": ("mixtral", plan({"context": 2, "tensor": 2}, expert=4)),
+    "experts of parts, copied": ("mixtral", plan({"replicate": 2, "context": 2}, expert=2)),
     "tensor groups": ("llama", plan({"context": 2, "tensor": 2})),
     "heads of four parts, recomputed": ("gpt2", plan({"context": 4}, recompute="full", method="heads")),
     "heads of shares, padded, shared": ("llama", plan({"shard": 2, "context": 2}, 3, recompute="selective", method="heads")),

@@ -7,7 +7,7 @@ from torch import nn
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.state.training_state import load_checkpoint, save_checkpoint
 from rlplace.runtime.state.whole import whole_tensor
-from rlplace.runtime.strategy.experts import common_experts, is_mixture
+from rlplace.runtime.strategy.mixtures import Form, common_experts, form_of
 from rlplace.runtime.strategy.run import prepare
 from rlplace.runtime.strategy.why_not import minor_version
 from tests.runtime.job.launch import run
@@ -44,34 +44,69 @@ class Layer(nn.Module):
         return x + self.experts(x, chosen, self.router(x).softmax(-1))
 
 
+class Rows(nn.Module):
+    """Stacked experts that take rows of one after the other, as llama4's; gates and values are halves of one product."""
+
+    def __init__(self, mixes=False):
+        super().__init__()
+        self.num_experts, self.mixes = EXPERTS, mixes
+        self.up, self.down = (
+            nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * INNER)),
+            nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH)),
+        )
+
+    def forward(self, rows):
+        gate, value = torch.bmm(rows.view(len(self.up), -1, WIDTH), self.up).chunk(2, -1)
+        made = torch.bmm(gate.tanh() * value, self.down)
+        return (made + made.mean(0, keepdim=True) if self.mixes else made).view(-1, WIDTH)
+
+
+class Dense(nn.Module):
+    """A layer that sends every token to every expert, weighed before."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, EXPERTS), Rows()
+
+    def forward(self, x):
+        weighed = x.repeat(EXPERTS, 1) * self.router(x).softmax(-1).T.reshape(-1, 1)
+        return x + self.experts(weighed).view(EXPERTS, -1, WIDTH).sum(0)
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers, self.head = nn.ModuleList(Layer() for _ in range(2)), nn.Linear(WIDTH, 1)
+        self.layers, self.head = nn.ModuleList([Layer(), Dense(), Layer()]), nn.Linear(WIDTH, 1)
 
     def forward(self, x, chosen):
-        x = self.layers[1](self.layers[0](x, chosen), chosen + 2)
+        x = self.layers[2](self.layers[1](self.layers[0](x, chosen)), chosen + 2)
         return self.head(x).square().mean()
 
 
-# All tokens choose experts of one half of the processes in the first layer, and of the other in the second.
+# All tokens choose experts of one half of the processes in the first layer, and of the other in the last.
 BATCH = {
     "x": torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0)).double(),
     "chosen": torch.tensor([[0, 1], [1, 0]] * (SAMPLES // 2)),
 }
-BLOCKS = ["layers.0", "layers.1", "head"]
+BLOCKS = ["layers.0", "layers.1", "layers.2", "head"]
 AXES = {
     "shares of two": ({"shard": 4}, 3, 2, 2),
     "no shares": ({"shard": 4}, 2, 4, 1),
     "copies": ({"replicate": 2, "shard": 2}, 1, 2, 2),
     "without": ({"shard": 4}, 1, 1, 1),
+    "stages of unlike degrees": ({"shard": 2}, 1, (2, 1), 2),
 }
 
 
 def strategy(mesh, sharding, expert, microbatches):
-    stage = {"blocks": BLOCKS, "devices": [0, 1, 2, 3], "mesh": mesh, "sharding": sharding, "expert": expert}
-    size = SAMPLES // 4 // microbatches
-    return Strategy.from_dict({"batch": SAMPLES, "microbatch": [size], "microbatches": [microbatches], "stages": [stage]})
+    parts = [(BLOCKS, [0, 1, 2, 3], expert)]
+    if isinstance(expert, tuple):
+        parts = [(BLOCKS[:1], [0, 1], expert[0]), (BLOCKS[1:], [2, 3], expert[1])]
+    common = {"mesh": mesh, "sharding": sharding}
+    stages = [common | {"blocks": blocks, "devices": devices, "expert": degree} for blocks, devices, degree in parts]
+    size = SAMPLES // len(parts[0][1]) // microbatches
+    sizes = {"batch": SAMPLES, "microbatch": [size], "microbatches": [microbatches]}
+    return Strategy.from_dict(sizes | {"stages": stages} | ({"schedule": "1f1b"} if len(stages) > 1 else {}))
 
 
 def plain():
@@ -117,7 +152,7 @@ def test_own_experts_train_and_resume_as_the_plain_model(tmp_path):
     for found in run(4, trained, str(tmp_path)):
         for case, steps in found.items():
             for own, expected in zip(steps, wanted, strict=True):
-                assert own.keys() == expected.keys()
+                assert own.keys() <= expected.keys() and (case == "stages of unlike degrees" or len(own) == len(expected))
                 for name, value in own.items():
                     torch.testing.assert_close(value, expected[name], msg=lambda line, at=(case, name): f"{at}: {line}")
     again = plain()
@@ -131,5 +166,11 @@ def test_modules_of_experts_are_known_by_their_weights_and_their_forward():
         def forward(self, tokens, mask, weights):
             return tokens
 
-    assert common_experts(Model()) == EXPERTS and is_mixture(Mixture())
-    assert not is_mixture(Other()) and not is_mixture(Layer()) and common_experts(nn.Linear(2, 2)) == 0
+    class Turned(Mixture):
+        def forward(self, x, router_weights, indices):
+            return super().forward(x, indices, router_weights)
+
+    assert common_experts(Model()) == EXPERTS and form_of(Mixture()) == Form("tokens", "chosen_experts", "weights")
+    assert form_of(Turned()) == Form("x", "indices", "router_weights")
+    assert form_of(Rows()) == Form("rows") and form_of(Rows(mixes=True)) is None
+    assert form_of(Other()) is None and form_of(Layer()) is None and common_experts(nn.Linear(2, 2)) == 0

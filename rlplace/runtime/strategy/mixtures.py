@@ -1,0 +1,103 @@
+"""Modules of experts: which of a model's modules have stacked experts that processes may hold apart, and how they take tokens.
+
+All their parameters are stacked by expert, ``[experts, ...]``. They take tokens with the experts that each has chosen and their
+weights, as those of transformers; or rows of one expert after the other, as those of llama4, where every token goes to every
+expert. The latter is checked: every op has to work on the rows and the parameters of one expert alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from rlplace.model.capture.fake import fake_copy, fake_inputs, new_fake_mode
+from rlplace.runtime.strategy.cuts import RefusedError, block_graph, passed
+
+COUNT = "num_experts"
+"""Name of the attribute with the number of experts."""
+
+NO_EXPERTS = (
+    "no module has `num_experts` stacked weights and a forward of tokens, their experts and weights, as the experts of "
+    "transformers have, or of rows of one expert after the other"
+)
+
+_WEIGHTS, _CHOSEN = ("weight", "score", "prob"), ("index", "indices", "expert")
+
+
+class Form(NamedTuple):
+    """The way in which a module of experts takes tokens.
+
+    Attributes:
+        tokens: Name of its argument with the tokens.
+        chosen: Name of that with the experts of each; empty where it takes rows of one expert after the other.
+        weights: Name of that with their weights.
+    """
+
+    tokens: str
+    chosen: str = ""
+    weights: str = ""
+
+
+def form_of(module: nn.Module) -> Form | None:
+    """Returns how a module of experts takes tokens; None for other modules."""
+    held = dict(module.named_parameters())
+    if not held or any("." in name for name in held) or not isinstance(count := getattr(module, COUNT, None), int):
+        return None
+    if any(parameter.dim() < 2 or len(parameter) != count for parameter in held.values()):
+        return None
+    names = [*inspect.signature(module.forward).parameters]
+    if len(names) == 1:
+        return Form(names[0]) if runs_by_expert(module) else None
+    weights = [name for name in names[1:] if any(word in name for word in _WEIGHTS)]
+    chosen = [name for name in names[1:] if name not in weights and any(word in name for word in _CHOSEN)]
+    return Form(names[0], chosen[0], weights[0]) if len(names) == 3 and len(chosen) == len(weights) == 1 else None
+
+
+def common_experts(model: nn.Module) -> int:
+    """Returns the number of experts of all modules of experts, of unlike ones what these have in common; 0 without any."""
+    return gcd(*(getattr(module, COUNT) for module in model.modules() if form_of(module) is not None))
+
+
+_known: dict[Any, bool] = {}
+
+
+def runs_by_expert(module: nn.Module) -> bool:
+    """Returns whether all ops of a forward of rows work on the rows and stacked parameters of one expert alone."""
+    shapes = tuple(tuple(parameter.shape) for parameter in module.parameters())
+    settings = tuple((name, value) for name, value in vars(module).items() if isinstance(value, (bool, int, float, str)))
+    key = type(module), shapes, settings
+    if key not in _known:
+        _known[key] = any(_by_expert(module, width) for width in dict.fromkeys(size for shape in shapes for size in shape[1:]))
+    return _known[key]
+
+
+def _by_expert(module: nn.Module, width: int) -> bool:
+    """Follows a cut by experts through a forward of two rows of that width for each expert."""
+    mode, first = new_fake_mode(), next(module.parameters())
+    rows = torch.empty(2 * len(first), width, dtype=first.dtype, device="meta", requires_grad=True)
+    try:
+        nodes = block_graph(fake_copy(module, mode).train(), *fake_inputs(((rows,), {}), mode)).graph.nodes
+        cut: dict[fx.Node, int] = {node: 0 for node in nodes if node.op in ("placeholder", "get_attr")}
+        for node in nodes:
+            read = [value for value in node.all_input_nodes if value in cut]
+            if node.op != "call_function" or not read:
+                continue
+            if node.target is operator.getitem:
+                cut[node] = cut[read[0]]
+            elif isinstance(node.meta["val"], torch.Tensor):
+                cut[node] = passed(node, cut)
+            else:  # parts of another dimension
+                sizes = {part.shape[cut[read[0]]] for part in node.meta["val"]}
+                if sizes != {read[0].meta["val"].shape[cut[read[0]]]}:
+                    return False
+                cut[node] = cut[read[0]]
+        (output,) = next(iter(reversed(nodes))).all_input_nodes
+        made = output.meta["val"]
+        return cut.get(output) == 0 and made.dim() == 2 and len(made) == len(rows)
+    except (RefusedError, Exception):  # the module's own code runs
+        return False

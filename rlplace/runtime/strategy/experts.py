@@ -8,7 +8,7 @@ ranks that remain, and checkpoints hold the plain model's.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,11 +39,13 @@ def spread_experts(root: nn.Module, mesh: DeviceMesh, tensor: DeviceMesh) -> lis
             setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
         experts = getattr(module, COUNT)
         setattr(module, COUNT, experts // mesh.size())
-        code = partial(_on_own_experts, module, module.forward, tensor.size() / mesh.size())
-        exchange = partial(_exchange, code, mesh, experts, form) if form.chosen else partial(_exchange_rows, code, mesh)
+        signature = inspect.signature(module.forward)
+        places = [form.index(name) for name in signature.parameters]
+        code = partial(_on_own_experts, module, module.forward, places, tensor.size() / mesh.size())
+        exchange = partial(_exchange, code, mesh, experts) if form.chosen else partial(_exchange_rows, code, mesh)
         if tensor.size() > 1:
             exchange = partial(_divide, exchange, tensor, 0 if form.chosen else 1)
-        vars(module)["forward"] = partial(_called, exchange, inspect.signature(module.forward), experts, form)
+        vars(module)["forward"] = partial(_called, exchange, signature, experts, form)
     return [module for module, _ in found]
 
 
@@ -59,11 +61,16 @@ def _called(
     return made.flatten(0, 1).clone()  # a view loses the hooks of its backward to writes
 
 
-def _on_own_experts(module: nn.Module, forward: Callable[..., torch.Tensor], scale: float, *args: Any, **named: Any) -> Any:
-    """Runs a module's own code with the parameters of this process's experts, whose gradients are scaled."""
+def _on_own_experts(
+    module: nn.Module, forward: Callable[..., torch.Tensor], places: Sequence[int], scale: float, *args: torch.Tensor
+) -> torch.Tensor:
+    """Runs a module's own code with the parameters of this process's experts, whose gradients are scaled.
+
+    `places` are those of its arguments among `args`; a forward that transformers has wrapped takes them by position alone.
+    """
     local = {name: _own_part(parameter, scale) for name, parameter in module.named_parameters()}
     with with_parameters(module, local):
-        return forward(*args, **named)
+        return forward(*(args[place] for place in places))
 
 
 def _divide(forward: Callable[..., torch.Tensor], mesh: DeviceMesh, dim: int, *args: torch.Tensor) -> torch.Tensor:
@@ -82,7 +89,6 @@ def _exchange(
     code: Callable[..., torch.Tensor],
     mesh: DeviceMesh,
     experts: int,
-    form: Form,
     tokens: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
@@ -97,7 +103,7 @@ def _exchange(
     own = torch.arange(sent.shape[1], device=rows.device).repeat(degree).repeat_interleave(came.flatten())
     if empty := not len(rows):  # its backward has to run as that of all others, and its experts have gradients of zero
         rows, own = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), own.new_zeros(1)
-    made = code(**{form.tokens: rows, form.chosen: own.unsqueeze(1), form.weights: weights.new_ones(len(rows), 1)})
+    made = code(rows, own.unsqueeze(1), weights.new_ones(len(rows), 1))
     made = all_to_all(made[:0] if empty else made, out, back, group)[order.argsort()]
     return (made.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1).to(made.dtype)
 

@@ -30,7 +30,7 @@ from rlplace.runtime.strategy.capture import capture, strange_in
 from rlplace.runtime.strategy.context_facts import context_facts
 from rlplace.runtime.strategy.cut import StageGraph, cut
 from rlplace.runtime.strategy.gather import why_no_gather
-from rlplace.runtime.strategy.mixtures import NO_EXPERTS, common_experts
+from rlplace.runtime.strategy.mixtures import common_experts, why_no_experts
 from rlplace.runtime.strategy.model_layouts import find_layouts
 from rlplace.runtime.strategy.recorded import why_unlike
 from rlplace.runtime.strategy.rehearsal import rehearse, rows_of
@@ -96,7 +96,7 @@ def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str
         hooked_outside=tuple(path or "the model" for path in hooked if owner(path, inside) is None),
         backward_hooks=tuple(path or "the model" for path in hooked if path in backward),
         experts=experts,
-        no_experts=None if experts else NO_EXPERTS,
+        no_experts=why_no_experts(model),
         recurrent=next(
             (path for path, module in model.named_modules() if isinstance(module, (nn.RNNBase, nn.RNNCellBase))), None
         ),

@@ -58,6 +58,20 @@ def form_of(module: nn.Module) -> Form | None:
     return Form(names[0], chosen[0], weights[0]) if len(names) == 3 and len(chosen) == len(weights) == 1 else None
 
 
+def why_no_experts(model: nn.Module) -> str | None:
+    """Explains why no module's experts can be spread; None where some can."""
+    if common_experts(model):
+        return None
+    lists = (path for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    path = next((path for path in lists if path.rpartition(".")[2].startswith("expert")), None)
+    if path is None:
+        return NO_EXPERTS
+    return (
+        f"{path} is a list of modules, which the forward calls one by one, so that their tokens cannot be exchanged at once; "
+        "stack their weights, or share them (levels 1 to 3)"
+    )
+
+
 def common_experts(model: nn.Module) -> int:
     """Returns the number of experts of all modules of experts, of unlike ones what these have in common; 0 without any."""
     return gcd(*(getattr(module, COUNT) for module in model.modules() if form_of(module) is not None))

@@ -1,5 +1,7 @@
 """Experts that are spread over processes, in a module of a user's own whose loop looks at values."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch import nn
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.state.training_state import load_checkpoint, save_checkpoint
 from rlplace.runtime.state.whole import whole_tensor
-from rlplace.runtime.strategy.mixtures import Form, common_experts, form_of
+from rlplace.runtime.strategy.mixtures import Form, common_experts, form_of, why_no_experts
 from rlplace.runtime.strategy.run import prepare
 from rlplace.runtime.strategy.why_not import minor_version
 from tests.runtime.job.launch import run
@@ -35,13 +37,27 @@ class Mixture(nn.Module):
         return out
 
 
+class Turned(Mixture):
+    """The same with arguments in another order, and wrapped by what passes them by position, as transformers' are."""
+
+    def forward(self, x, router_weights, indices):
+        return super().forward(x, indices, router_weights)
+
+    wrapped = forward
+
+    @functools.wraps(wrapped)
+    def forward(self, *args):
+        return Turned.wrapped(self, *args)
+
+
 class Layer(nn.Module):
-    def __init__(self):
+    def __init__(self, turned=False):
         super().__init__()
-        self.router, self.experts = nn.Linear(WIDTH, 2), Mixture()
+        self.router, self.experts, self.turned = nn.Linear(WIDTH, 2), Turned() if turned else Mixture(), turned
 
     def forward(self, x, chosen):
-        return x + self.experts(x, chosen, self.router(x).softmax(-1))
+        weights = self.router(x).softmax(-1)
+        return x + (self.experts(x, weights, chosen) if self.turned else self.experts(x, chosen, weights))
 
 
 class Rows(nn.Module):
@@ -76,7 +92,7 @@ class Dense(nn.Module):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers, self.head = nn.ModuleList([Layer(), Dense(), Layer()]), nn.Linear(WIDTH, 1)
+        self.layers, self.head = nn.ModuleList([Layer(), Dense(), Layer(turned=True)]), nn.Linear(WIDTH, 1)
 
     def forward(self, x, chosen):
         x = self.layers[2](self.layers[1](self.layers[0](x, chosen)), chosen + 2)
@@ -166,11 +182,9 @@ def test_modules_of_experts_are_known_by_their_weights_and_their_forward():
         def forward(self, tokens, mask, weights):
             return tokens
 
-    class Turned(Mixture):
-        def forward(self, x, router_weights, indices):
-            return super().forward(x, indices, router_weights)
-
     assert common_experts(Model()) == EXPERTS and form_of(Mixture()) == Form("tokens", "chosen_experts", "weights")
     assert form_of(Turned()) == Form("x", "indices", "router_weights")
     assert form_of(Rows()) == Form("rows") and form_of(Rows(mixes=True)) is None
+    listed = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2)])})
+    assert "experts is a list of modules" in str(why_no_experts(listed)) and why_no_experts(Model()) is None
     assert form_of(Other()) is None and form_of(Layer()) is None and common_experts(nn.Linear(2, 2)) == 0

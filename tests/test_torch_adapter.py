@@ -80,6 +80,7 @@ def test_no_public_module_has_it(public):
         (nn, "NormBase"),
         (nn.init, "truncated_normal_"),
         (nn, "BatchNorm"),
+        (nn.parallel.DistributedDataParallel, "set_params_and_buffers_to_ignore_for_model"),
     ],
 )
 def test_no_public_name_has_it(where, name):

@@ -89,7 +89,7 @@ def _timeline(
     group_bytes = []
     for block, stage in enumerate(draft.stage_of_block):
         place = draft.places[draft.place_of_stage[stage]]
-        held = costs.held(place.tensor, place.expert)
+        held = costs.held(*place.state)
         group_bytes.append(int(held.weight_bytes[block] + held.gradient_bytes[block] + held.optimizer_bytes[block]))
     pairs = list(zip(devices, result.peak_memory_bytes, strict=True))
     over = [(d.name, peak, d.memory_bytes) for d, peak in pairs if d.memory_bytes is not None and peak > d.memory_bytes]

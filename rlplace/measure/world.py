@@ -173,6 +173,7 @@ class _WorldCosts:
     def __init__(self, base: BlockCosts, world: World, kinds: Mapping[str, tuple[str, float]]) -> None:
         self._base, self._world = base, world
         self.names, self.ties, self.classes, self.experts = base.names, base.ties, base.classes, base.experts
+        self.tables = base.tables
         self.joins_replicas = base.joins_replicas
         self.kinds = tuple(kinds)
         number = {name: index for index, name in enumerate(base.kinds)}
@@ -183,6 +184,7 @@ class _WorldCosts:
     ties: tuple[Tie, ...]
     classes: NDArray[np.int64]
     experts: int
+    tables: bool
 
     def why_not(self, cut: Cut) -> str | None:
         return self._base.why_not(cut)
@@ -201,12 +203,12 @@ class _WorldCosts:
             )
         return self._known[kind, cut]
 
-    def held(self, tensor: int = 1, expert: int = 1) -> HeldCosts:
-        return self._base.held(tensor, expert)
+    def held(self, *degrees: int) -> HeldCosts:  # type: ignore[override]
+        return self._base.held(*degrees)
 
-    def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> Floats:
+    def update_s(self, kind: int, *degrees: int) -> Floats:  # type: ignore[override]
         number, factor = self._kind[kind]
-        return self._base.update_s(number, tensor, expert) * factor
+        return self._base.update_s(number, *degrees) * factor
 
 
 @dataclass(frozen=True, eq=False)

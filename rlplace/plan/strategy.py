@@ -29,6 +29,9 @@ AXES = ("replicate", "shard", "context", "tensor", "branch")
 MEAN, SUM, TARGETS = "mean", "sum", "targets"
 """Reductions of losses by other things than an input, see `Strategy`."""
 
+ROWS, COLUMNS, TABLE = "rows", "columns", "table"
+"""Ways to divide an embedding table; the last is followed by the number of the replica that has it."""
+
 Axis = Literal["replicate", "shard", "context", "tensor", "branch"]
 Recompute = Literal["selective", "full"]
 """Parts of a block's forward that run again in the backward: all but weight products, attention and collectives, or all."""
@@ -68,6 +71,8 @@ class Stage(Record, frozen=True):
         tensor: Layout over `tensor` by module path, as it is priced: "column", "row"; "packed column": several matrices in
             one, each cut; "gathered column": its output is gathered; "embedding": rows of a table; "sequence": works on a part
             of the sequence. What is left out is whole; without any, as in older files, the runtime takes its own layout.
+        tables: Embedding tables that replicas divide instead of copying, by module path: "rows" or "columns", cut over all of
+            replicate x shard, or "table N", whole on the N-th of them.
     """
 
     blocks: tuple[Text, ...]
@@ -80,6 +85,7 @@ class Stage(Record, frozen=True):
     recompute: dict[str, Recompute] = msgspec.field(default_factory=dict)
     offload: dict[str, Offload] = msgspec.field(default_factory=dict)
     tensor: dict[str, str] = msgspec.field(default_factory=dict)
+    tables: dict[str, str] = msgspec.field(default_factory=dict)
 
     def axis(self, name: str) -> int:
         """Returns size of an axis of the mesh."""
@@ -245,6 +251,11 @@ def _check_stage(stage: Stage, where: str) -> None:
     shared = stage.axis("shard") * stage.axis("context") * stage.axis("tensor")
     if shared % stage.expert:
         raise InputError(f"{where}: expert {stage.expert} does not divide shard x context x tensor = {shared}")
+    wanted = (ROWS, COLUMNS, *(f"{TABLE} {number}" for number in range(stage.data_degree)))
+    if (strange := next((word for word in stage.tables.values() if word not in wanted), None)) is not None:
+        raise InputError(f"{where}: tables: {show(strange)} is not {either(wanted)}")
+    if stage.tables and stage.data_degree == 1:
+        raise InputError(f"{where}: tables are divided over replicate x shard, which is 1; leave them out")
     for key, blocks in (("recompute", stage.recompute), ("offload", stage.offload)):
         strange = next((block for block in blocks if block not in stage.blocks), None)
         if strange is not None:
@@ -344,6 +355,8 @@ def _pipeline_words(pipeline: Pipeline) -> str:
     experts = sorted({stage.expert for stage in stages})
     if experts != [1]:
         words.append(f"expert {'-'.join(map(str, experts))}")
+    if tables := sum(len(stage.tables) for stage in stages):
+        words.append(f"{tables} embedding table{'s' * (tables > 1)} divided")
     blocks = sum(len(stage.blocks) for stage in stages)
     for key in ("recompute", "offload"):
         chosen: Sequence[str] = [how for stage in stages for how in getattr(stage, key).values()]

@@ -45,6 +45,7 @@ from torch.nn.init import _no_grad_trunc_normal_ as truncated_normal
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
+from torch.nn.parallel import DistributedDataParallel
 
 # `torch.func.functional_call` calls the module, whose forward is replaced here.
 from torch.nn.utils.stateless import _reparametrize_module as with_parameters
@@ -67,6 +68,7 @@ __all__ = [
     "default_store",
     "from_functional",
     "functionalized",
+    "ignore_in_replicas",
     "joined_parameter_groups",
     "reduce_in_order",
     "reduce_scatter",
@@ -79,6 +81,9 @@ __all__ = [
     "without_modes",
 ]
 
+
+# Parameters that DistributedDataParallel neither reduces nor compares: pytorch #22690.
+ignore_in_replicas: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
 
 # torch 2.13 has other words for them.
 all_gather: Any = getattr(_collectives, "all_gather_single", None) or _collectives.all_gather_tensor

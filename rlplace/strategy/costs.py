@@ -53,6 +53,7 @@ class Cut:
         context: Context-parallel degree: parts of the sequence.
         expert: Expert-parallel degree.
         context_method: How parts of the sequence attend to all of it.
+        tables: Replicas that divide embedding tables.
     """
 
     samples: int
@@ -61,6 +62,7 @@ class Cut:
     context: int = 1
     expert: int = 1
     context_method: ContextMethod = GATHER
+    tables: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +114,10 @@ class HeldCosts:
     Attributes:
         weight_bytes: int64 [B], parameters and buffers.
         gradient_bytes: int64 [B].
-        optimizer_bytes: int64 [B], optimizer state and master weights.
-        expert_bytes: int64 [3, B], the part of these three of experts that an expert group spreads; 0 where its degree is 1.
+        optimizer_bytes: int64 [B], optimizer state and master weights; also weights, gradients and state of the parts of
+            embedding tables that replicas divide, for nothing of them is exchanged.
+        expert_bytes: int64 [3, B], the part of these three of experts that an expert group spreads, or of divided tables; 0
+            where there are none.
         gradient_item: Bytes of an element in which gradients are exchanged between replicas, over those of `gradient_bytes`.
         turns: float64 [2, B], number of cut matrices that an update needs whole, and their bytes as they are sent, whole;
             devices that share them gather one each at a time (`rlplace.runtime.base.turns`).
@@ -158,6 +162,7 @@ class BlockCosts(Protocol):
         ties: Weights that several blocks share.
         classes: int64 [B]; blocks of one number cost the same.
         experts: Expert degrees divide it: the number of experts of every mixture, 1 without any.
+        tables: Whether most parameters are embedding tables, which replicas can divide.
         joins_replicas: Whether passes sum statistics over replicas (`STATISTICS`).
     """
 
@@ -166,6 +171,7 @@ class BlockCosts(Protocol):
     ties: tuple[Tie, ...]
     classes: NDArray[np.int64]
     experts: int
+    tables: bool
     joins_replicas: bool
 
     def why_not(self, cut: Cut) -> str | None:
@@ -180,12 +186,15 @@ class BlockCosts(Protocol):
         """
         ...
 
-    def held(self, tensor: int = 1, expert: int = 1) -> HeldCosts:
-        """Returns the state that one device holds at these degrees."""
+    def held(self, tensor: int = 1, expert: int = 1, tables: int = 1, shard: int = 1) -> HeldCosts:
+        """Returns the state that one device holds at these degrees (`Mesh.state`)."""
         ...
 
-    def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> Floats:
-        """Returns float64 [B], seconds of the optimizer step of whole blocks; a tied weight counts in every block."""
+    def update_s(self, kind: int, tensor: int = 1, expert: int = 1, tables: int = 1, shard: int = 1) -> Floats:
+        """Returns float64 [B], seconds of the optimizer step of whole blocks; a tied weight counts in every block.
+
+        Blocks are shared over `shard` devices afterwards, divided tables are not: their updates count so often.
+        """
         ...
 
 

@@ -32,6 +32,7 @@ class Mesh:
         sharding: Level 0 to 3.
         sequence_parallel: See `rlplace.plan.strategy.Stage`.
         context_method: See there.
+        tables: Replicas that divide embedding tables: all, or 1.
     """
 
     devices: tuple[int, ...]
@@ -43,6 +44,12 @@ class Mesh:
     sharding: int = 0
     sequence_parallel: bool = False
     context_method: ContextMethod = GATHER
+    tables: int = 1
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """Degrees on which the state of a device depends, as `rlplace.strategy.costs.BlockCosts.held` takes them."""
+        return (self.tensor, self.expert) if self.tables == 1 else (self.tensor, self.expert, self.tables, self.shard)
 
     @property
     def data_degree(self) -> int:
@@ -51,7 +58,8 @@ class Mesh:
 
     def cut(self, samples: int) -> Cut:
         """Returns how a pass of so many samples of a replica is cut."""
-        return Cut(samples, self.tensor, self.sequence_parallel, self.context, self.expert, self.context_method)
+        groups = self.tensor, self.sequence_parallel, self.context, self.expert
+        return Cut(samples, *groups, self.context_method, self.tables)
 
 
 @dataclass(frozen=True)
@@ -196,6 +204,7 @@ def draft_of(pipeline: Pipeline, names: Sequence[str]) -> Draft:
         place = Mesh(
             stage.devices, stage.axis("replicate"), stage.axis("shard"), stage.axis("context"), stage.axis("tensor"),
             stage.expert, stage.sharding, stage.sequence_parallel, stage.context_method,
+            stage.data_degree if stage.tables else 1,
         )  # fmt: skip
         place_of_stage.append(places.setdefault(place, len(places)))
         bounds.append(bounds[-1] + len(stage.blocks))
@@ -224,6 +233,7 @@ _WORDS = {
     "tensor": "tensor parallel",
     "context": "context parallel",
     "expert": "expert parallel",
+    "tables": "divided tables",
     "shard": "fully sharded",
     "replicate": "data parallel",
 }

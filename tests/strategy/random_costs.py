@@ -49,6 +49,7 @@ class RandomCosts:
     between: float = 0.25  # of what is kept: what the first half of a split backward leaves for the second
     ties: tuple[Tie, ...] = ()
     experts: int = 1
+    tables: bool = False
     joins_replicas: bool = False
     released: bool = False
     matrices: float = 0.0  # that an update needs whole, of each block

@@ -147,7 +147,7 @@ def _space(kind: str, devices: int) -> Space:
     """
     if kind in OF_STRATEGIES:
         return Space.parse(OF_STRATEGIES[kind])
-    one: dict[str, Any] = dict.fromkeys((*_AXES, "context", "expert"), (1,))
+    one: dict[str, Any] = dict.fromkeys((*_AXES, "context", "expert", "tables"), (1,))
     if kind != KINDS[0]:
         if devices == 1:
             raise InputError(f"{kind} needs two devices")

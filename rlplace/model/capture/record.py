@@ -34,7 +34,7 @@ _METADATA_ONLY = frozenset(
      "new_empty", "new_full", "new_empty_strided"}
 )  # fmt: skip
 _ALLOCATE_ONLY = frozenset({"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted"})
-_READ_ROWS_ONLY = frozenset({"embedding", "index_select", "gather", "index", "_unsafe_index", "_embedding_bag", "take"})
+_READ_ROWS_ONLY = frozenset({"embedding", "index_select", "gather", "index", "_unsafe_index", "take"})
 _HIDDEN_WRITES = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
 """Ops whose schema hides that they update running statistics, with the positions of those arguments."""
 
@@ -330,6 +330,8 @@ def _traffic(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.
     written = sum(map(tensor_bytes, outputs))
     if name in _READ_ROWS_ONLY and inputs:
         return 2 * written + sum(map(tensor_bytes, inputs[1:]))
+    if name.startswith("_embedding_bag") and "backward" not in name:  # a row of every id, of which it writes sums
+        return written + inputs[1].numel() * tensor_bytes(inputs[0][:1]) + sum(map(tensor_bytes, inputs[1:]))
     if kind_of(name) == "copy" and not inputs:
         return written
     return written + sum(map(tensor_bytes, inputs))

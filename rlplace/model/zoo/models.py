@@ -7,6 +7,7 @@ the key ``loss``, and its keyword inputs.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -34,12 +35,20 @@ class Perceptron(nn.Module):
         return {"loss": functional.mse_loss(self.layers(features), target)}
 
 
+KAGGLE = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652, 2173, 4,
+    7046547, 18, 15, 286181, 105, 142572,
+)  # fmt: skip
+"""Categories of the 26 features of the Criteo Kaggle data set, as facebookresearch/dlrm counts them."""
+
+
 class Recommender(nn.Module):
     """DLRM: one embedding table per categorical feature, a bottom perceptron, pairwise products, a top perceptron."""
 
-    def __init__(self, tables: int, rows: int, width: int, dense: int, hidden: int, layers: int) -> None:
+    def __init__(self, rows: Sequence[int], width: int, dense: int, hidden: int, layers: int) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables))
+        tables = len(rows)
+        self.tables = nn.ModuleList(nn.EmbeddingBag(own, width, mode="sum") for own in rows)
         self.bottom = stack([dense, *[hidden] * (layers - 1), width])
         pairs = (tables + 1) * tables // 2
         self.top = stack([pairs + width, *[hidden] * (layers - 1), 1])
@@ -94,15 +103,20 @@ def build_mlp(*, batch: int, seq: int, layers: int = 8, width: int = 1024) -> tu
 
 def build_dlrm(
     *, batch: int, seq: int, tables: int = 26, rows: int = 100_000, width: int = 64, dense: int = 13, hidden: int = 512,
-    layers: int = 3, bag: int = 4,
+    layers: int = 3, bag: int = 4, kaggle: bool = False, most: int = 1 << 24,
 ) -> tuple[nn.Module, dict[str, Any]]:  # fmt: skip
-    """Builds a recommender; `bag` categories are summed per feature."""
+    """Builds a recommender; `bag` categories are summed per feature.
+
+    With `kaggle` it has the 26 tables of Criteo's data set of that name, with `most` rows at most, in place of `tables` alike.
+    """
+    sizes = [min(own, most) for own in (KAGGLE if kaggle else [rows] * tables)]
+    sparse = random_tokens(max(sizes), batch, len(sizes), bag)
     inputs = {
         "dense": random_floats(batch, dense),
-        "sparse": random_tokens(rows, batch, tables, bag),
+        "sparse": sparse % torch.tensor(sizes, device="cpu")[:, None],
         "labels": random_floats(batch).round(),
     }
-    return Recommender(tables, rows, width, dense, hidden, layers), inputs
+    return Recommender(sizes, width, dense, hidden, layers), inputs
 
 
 def build_moe_toy(

@@ -226,6 +226,7 @@ class DistributedModel(nn.Module):
         for name, parameter in self.named_parameters():
             if (gradient := parameter.grad) is not None and gradient.numel():
                 local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                local = local.coalesce().values() if local.is_sparse else local
                 norm = torch.linalg.vector_norm(local.to(total), norm_type)
                 copies = self._holders(name, parameter) // _parts(gradient)
                 total = torch.maximum(total, norm) if infinite else total + norm**norm_type / copies

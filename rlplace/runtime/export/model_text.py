@@ -95,6 +95,8 @@ def _lacks(planned: Planned, model: nn.Module) -> Iterator[str]:
             f"fully_shard takes no parameter without dimensions or elements, such as {whole}, and the script has no part that "
             "averages its gradients"
         )
+    if first.tables:
+        yield "tables are divided by an all-to-all of rlplace's, which the script has not: plan with tables=1"
     if first.expert > 1:
         yield "experts are spread by an all-to-all of rlplace's, which the script has not: plan with expert=1"
     if first.axis("context") > 1:

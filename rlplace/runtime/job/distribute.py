@@ -173,6 +173,11 @@ def parallelize(
             "parallelize: parts of the positions (context) have unlike numbers of targets, which a loop of another's does not "
             "count; use rlplace.distribute"
         )
+    if any(stage.tables for stage in plan.strategy.stages):
+        raise InputError(
+            "parallelize: processes hold unlike parts of embedding tables, which checkpoints of another's loop would not join; "
+            "use rlplace.distribute, or plan with tables=1"
+        )
     made: Any = distribute(model, plan, example_inputs, device=device, share="replica", mixed_precision=mixed_precision)
     mesh: DeviceMesh = made.place.mesh
     if len(plan.strategy.stages) > 1:

@@ -20,7 +20,7 @@ from rlplace.errors import InputError, show
 from rlplace.runtime.base.model import DistributedModel
 from rlplace.runtime.base.ranks import gather_objects
 from rlplace.runtime.state.untrusted import OptimizerFacts, check_setting
-from rlplace.runtime.state.whole import gather_values, own_part, tensors_of
+from rlplace.runtime.state.whole import gather_values, local_part, own_part, seen, tensors_of
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -40,7 +40,7 @@ def optimizer_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
         plain = {key: _plain(value) for key, value in settings.items()}
         groups.append({"settings": plain, "parameters": [name for name, _ in named]})
         for name, parameter in named:
-            state = optimizer.state.get(parameter, {})
+            state = {key: seen(parameter, value) for key, value in optimizer.state.get(parameter, {}).items()}
             flat |= {f"state.{name}.{key}": value for key, value in state.items()}
             flat |= {f"param_groups.{name}.{key}": value for key, value in settings.items()}
             if found := {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}:
@@ -76,7 +76,7 @@ def load_optimizer(
     for key, item in index.items():
         name, _, field = key.removeprefix("optimizer.state.").rpartition(".")
         if key.startswith("optimizer.state.") and name in state and isinstance(item, TensorStorageMetadata):
-            state[name][field] = _empty(parameters[name], item)
+            state[name][field] = _empty(seen(parameters[name]), item)
     load({f"state.{name}.{key}": value for name, found in state.items() for key, value in tensors_of(found).items()})
     _set(model, optimizer, state, settings)
 
@@ -92,7 +92,11 @@ def whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.Optimi
         On rank 0 the state dict, on the CPU; an empty dict on the other ranks.
     """
     held = [pair for _, named in _groups(model, optimizer) for pair in named]
-    own = {name: dict(state) for name, parameter in held if (state := optimizer.state.get(parameter))}
+    own = {
+        name: {key: seen(parameter, value) for key, value in state.items()}
+        for name, parameter in held
+        if (state := optimizer.state.get(parameter))
+    }
     values, order = gather_values(own, model.ranks.device), _whole_order(model, optimizer)
     number = {name: index for index, name in enumerate(name for group in order for name in group)}
     state = {number[name]: value for name, value in values.items()}
@@ -127,13 +131,13 @@ def load_whole_optimizer_state(model: DistributedModel, optimizer: torch.optim.O
     own = {
         name: {
             # State of the parameter's shape is cut as the parameter is.
-            key: own_part(value, parameter)
-            if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.shape == parameter.shape != ()
+            key: own_part(value, like)
+            if isinstance(like, DTensor) and isinstance(value, torch.Tensor) and value.shape == like.shape != ()
             else value
             for key, value in state["state"].get(number[name], {}).items()
         }
         for _, named in _groups(model, optimizer)
-        for name, parameter in named
+        for name, like in ((name, seen(parameter)) for name, parameter in named)
     }
     _set(model, optimizer, own, [(group, set(listed)) for group, listed in zip(saved, order, strict=True)])
 
@@ -156,7 +160,10 @@ def _set(
             raise InputError(f"checkpoint: its optimizer did not train {named[0][0]!r}")
         restored = {key: _restored(saved[key], value, key) for key, value in group.items() if key in saved and key != "params"}
         groups.append({**group, **restored, "params": list(range(taken, taken + count))})
-        numbered |= {taken + at: state[name] for at, (name, _) in enumerate(named) if state.get(name)}
+        for at, (name, parameter) in enumerate(named):
+            if found := state.get(name):
+                plain = seen(parameter) is not parameter  # a part of an embedding table
+                numbered[taken + at] = {key: local_part(value) if plain else value for key, value in found.items()}
         taken += count
     try:
         optimizer.load_state_dict({"state": numbered, "param_groups": groups})
@@ -189,7 +196,7 @@ def _whole_order(model: DistributedModel, optimizer: torch.optim.Optimizer) -> l
     return [[name for name, _ in model.meta_model.named_parameters() if name in group] for group in listed]
 
 
-def _empty(parameter: nn.Parameter, item: TensorStorageMetadata) -> torch.Tensor:
+def _empty(parameter: torch.Tensor, item: TensorStorageMetadata) -> torch.Tensor:
     """Allocates a state tensor: like the parameter when it has its shape, else on the CPU, such as a step counter."""
     size, dtype = tuple(item.size), item.properties.dtype
     if size == tuple(parameter.shape):

@@ -109,6 +109,16 @@ def local_part(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
+def seen(parameter: nn.Parameter, value: Any = None) -> Any:
+    """Returns a parameter, or a value that may have its shape, as checkpoints see it: parts of embedding tables as DTensors."""
+    whole = getattr(parameter, "seen", None)
+    value = parameter if value is None else value
+    if whole is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return value
+    local, mesh, cuts = value.detach(), whole.device_mesh, whole.placements
+    return DTensor.from_local(local, mesh, cuts, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:
     """Gathers a tensor; every process that has a part calls it.
 

@@ -35,6 +35,7 @@ from rlplace.runtime.strategy.model_layouts import find_layouts
 from rlplace.runtime.strategy.recorded import why_unlike
 from rlplace.runtime.strategy.rehearsal import rehearse, rows_of
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
+from rlplace.runtime.strategy.tables import table_reasons
 from rlplace.runtime.strategy.why_not import COUPLES, Conduct, ContextFacts, ModelFacts, TensorFacts
 from rlplace.strategy.layouts.cut_moves import SAMPLE
 from rlplace.strategy.layouts.forward_ops import ForwardOps
@@ -97,6 +98,7 @@ def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str
         backward_hooks=tuple(path or "the model" for path in hooked if path in backward),
         experts=experts,
         no_experts=why_no_experts(model),
+        tables=dict(table_reasons(model)),
         recurrent=next(
             (path for path, module in model.named_modules() if isinstance(module, (nn.RNNBase, nn.RNNCellBase))), None
         ),

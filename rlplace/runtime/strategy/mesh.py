@@ -52,6 +52,7 @@ class MeshPlace:
     # the same by `EXPERT_AXES`, for each degree over which stages of this process spread experts
     experts: Mapping[int, DeviceMesh] = field(default_factory=dict)
     context: int = 1  # processes that divide the positions of a replica's samples
+    tables: DeviceMesh | None = None  # the replicas, where they divide embedding tables
 
     @property
     def replica(self) -> int:
@@ -170,6 +171,9 @@ def _place_in(pipeline: Pipeline, number: int, rank_of_device: Mapping[int, int]
         spread = [_by_experts(own, degree) for own, group in zip(numbers, together, strict=True) if with_it & {*group}]
         if (made := _made(device_type, spread, EXPERT_AXES)) is not None:
             experts[degree] = made
+    tables = None
+    if any(stage.tables for stage in pipeline.stages):
+        tables = _made(device_type, [own.flatten() for own in numbers], ("tables",))
     if mesh is None or mine is None:
         return None
     index = dict(zip(AXES, mesh.get_coordinate() or (), strict=True)) | {"pipeline": mine}
@@ -177,7 +181,8 @@ def _place_in(pipeline: Pipeline, number: int, rank_of_device: Mapping[int, int]
     device = (
         torch.device(device_type, torch.accelerator.current_device_index()) if device_type != "cpu" else torch.device("cpu")
     )
-    return MeshPlace(mesh, device, index, held, rank_of_device, pipeline, number, experts=experts, context=context)
+    groups: dict[str, Any] = {"experts": experts, "tables": tables, "context": context}
+    return MeshPlace(mesh, device, index, held, rank_of_device, pipeline, number, **groups)
 
 
 def _made(device_type: str, ranks: Sequence[torch.Tensor], names: tuple[str, ...]) -> DeviceMesh | None:

@@ -23,7 +23,7 @@ from rlplace.runtime.base.batches import COUNT, Batch, Pass, Share, join_leaves,
 from rlplace.runtime.base.model import Batching, DistributedModel, Stash
 from rlplace.runtime.base.ranks import Ranks
 from rlplace.runtime.base.steps import Loss, check_inputs, loss_of, samples_of, takes_target
-from rlplace.runtime.state.whole import ParameterHooks, gather_values, own_part
+from rlplace.runtime.state.whole import ParameterHooks, gather_values, own_part, seen
 from rlplace.runtime.strategy.blocks import reads, tied_names
 from rlplace.runtime.strategy.buffers import Accumulation
 from rlplace.runtime.strategy.buffers import Loss as PartLoss
@@ -34,6 +34,7 @@ from rlplace.runtime.strategy.reach import Reached
 from rlplace.runtime.strategy.release import GradientRelease
 from rlplace.runtime.strategy.statistics import statistics_of, take_from_first_replica
 from rlplace.runtime.strategy.sums import GradientSums
+from rlplace.runtime.strategy.tables import WEIGHT
 from rlplace.runtime.strategy.tensor import step_stream
 from rlplace.runtime.strategy.wrap import average_left_out, left_out, sum_parts
 
@@ -90,6 +91,9 @@ class StrategyModel(DistributedModel):
         self._hooks, self._reached, tied = hooks, reached, tied_names(meta)
         self._tied = tied if len(self._pipeline.stages) > 1 else ()
         self._sums = GradientSums(self._bodies, place, tied) if several or self._tied else None
+        self._tables = {f"{path}.{WEIGHT}" for stage in self._pipeline.stages for path in stage.tables}
+        if hooked := self._tables.intersection(hooks.names):
+            raise InputError(f"native: the parameter {min(hooked)} has hooks, which read whole gradients; plan with tables=1")
         self._release = GradientRelease() if strategy.release_gradients else None
         if self.releases and hooks.names:
             raise InputError(
@@ -159,9 +163,10 @@ class StrategyModel(DistributedModel):
                         sums = self.runner.step(passes, loss, counted)  # type: ignore[call-arg]
             for stage in self._reached:
                 stage.fill()
-            for parameter in self.parameters():
-                average_left_out(parameter, self.place)
-                sum_parts(parameter)
+            for name, parameter in self.named_parameters():
+                if name not in self._tables:
+                    average_left_out(parameter, self.place)
+                    sum_parts(parameter)
             for stage in self._reached:
                 stage.settle()
             if self._sums is not None:
@@ -330,6 +335,7 @@ class StrategyModel(DistributedModel):
     ) -> dict[str, Any]:
         """Returns this rank's parameters and buffers, under the names that they have in the model."""
         own = {name: value for body in self._bodies.values() for name, value in body.state_dict().items()}
+        own |= {name: seen(parameter).detach() for name, parameter in self.named_parameters() if name in self._tables}
         for names in self._tied:
             held = next((name for name in names if name in own), None)
             own |= {} if held is None else {name: own[held] for name in names}
@@ -361,6 +367,8 @@ class StrategyModel(DistributedModel):
                 copied.copy_(copies[0])
 
     def _holders(self, name: str, parameter: nn.Parameter) -> int:
+        if name in self._tables:
+            return 1
         copies = {} if self._sums is None else self._sums.copies()
         return copies.get(parameter, 1) * self.place.mesh.size() // self.place.mesh["pipeline"].size()
 

@@ -144,6 +144,8 @@ class ModelFacts:
     conduct: Conduct | None = None  # how a step treats samples, buffers and parameters; None when it was not rehearsed
     experts: int = 0  # expert degrees divide it
     no_experts: str | None = None  # why no module's experts can be spread; None where they can
+    # by path of embedding module why its table cannot be divided, None where it can; None: the model was not examined
+    tables: Mapping[str, str | None] | None = None
 
 
 def why_not(
@@ -178,6 +180,7 @@ def why_not(
         found += [
             _axes(pipeline, facts),
             _experts(pipeline, facts),
+            _tables(pipeline, facts, optimizer, release=release, gathers=couple == "gather", several=several),
             _memory(pipeline, facts),
             _levels(pipeline, facts),
             _pipeline(pipeline, facts, number),
@@ -299,6 +302,37 @@ def _experts(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
         yield "the forward looks at values outside of its blocks, and processes that wait for tokens may call unlike blocks"
     if any(stage.offload for stage in stages):
         yield "spread experts in host memory were never compared with the plain model; plan without offload or with expert=1"
+
+
+def _tables(
+    pipeline: Pipeline, facts: ModelFacts, optimizer: str | None, *, release: bool, gathers: bool, several: bool
+) -> Iterator[str]:
+    """Yields why replicas cannot divide embedding tables (`rlplace.runtime.strategy.tables`)."""
+    stage, *others = pipeline.stages
+    words = {path: word for one in pipeline.stages for path, word in one.tables.items()}
+    if not words:
+        return
+    strange = "is no module torch.nn.Embedding or EmbeddingBag"
+    for path in words:
+        if facts.tables is not None and (reason := facts.tables.get(path, strange)) is not None:
+            yield f"the table {path} cannot be divided: it {reason}; plan with tables=1"
+    for what, found in (
+        ("a pipeline", others or several),
+        ("a tensor group", stage.axis("tensor") > 1),
+        ("a context group", stage.axis("context") > 1),
+        ("spread experts", stage.expert > 1),
+        ("offload", stage.offload),
+        ("--release-gradients", release),
+        ("--couple gather", gathers),
+    ):
+        if found:
+            yield f"divided tables with {what} were never compared with the plain model; plan with tables=1, or without"
+    if len(set(pipeline.microbatches)) > 1:
+        yield "replicas with unlike numbers of micro-batches would wait for each other's ids for ever; give all the same"
+    if facts.varies or facts.branches:
+        yield "the forward reads values, and processes that wait for ids may call unlike modules; plan with tables=1"
+    if optimizer is not None and (whole := OPTIMIZERS[optimizer].whole) is not None:
+        yield f"{whole}, and divided tables have parts; plan with tables=1, or take another optimizer"
 
 
 def _context(pipeline: Pipeline, stage: Stage, facts: ModelFacts) -> Iterator[str]:
@@ -522,8 +556,9 @@ def _conduct(pipeline: Pipeline, facts: ModelFacts, buffers: str, *, several: bo
             "the forward computes gradients itself, which shares, stages, tensor groups and recomputation do not follow; plan "
             "with shard=1 pipeline=1 tensor=1"
         )
-    if conduct.sparse and (sharded or (len(stages) > 1 and pipeline.data_degree > 1)):
-        yield f"the gradient of {conduct.sparse[0]} is sparse, which torch shares out of dense tensors only; plan with shard=1"
+    sparse = [name for name in conduct.sparse if name.rpartition(".")[0] not in stages[0].tables]
+    if sparse and (sharded or (len(stages) > 1 and pipeline.data_degree > 1)):
+        yield f"the gradient of {sparse[0]} is sparse, which torch shares out of dense tensors only; plan with shard=1"
 
 
 def _gather(pipeline: Pipeline, facts: ModelFacts, couple: str) -> Iterator[str]:

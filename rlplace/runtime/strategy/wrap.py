@@ -28,7 +28,8 @@ from rlplace.runtime.state.values import Values, fill
 from rlplace.runtime.strategy.cut import StageGraph
 from rlplace.runtime.strategy.experts import spread_experts
 from rlplace.runtime.strategy.mesh import MeshPlace
-from rlplace.runtime.torch_adapter import StridedShard, replicate
+from rlplace.runtime.strategy.tables import WEIGHT, divide_tables
+from rlplace.runtime.torch_adapter import StridedShard, ignore_in_replicas, replicate
 
 
 def copies_of(names: Sequence[str], stages: Sequence[StageGraph]) -> dict[int, str]:
@@ -124,6 +125,11 @@ def wrap_stage(
         mixed_precision: Dtype that parameters are cast to; it needs torch's wrappers for one replica, too.
         unreached: Whether parameters may get no gradient, which torch then finds in every step.
     """
+    named = [f"{path}.{WEIGHT}" for path in stage.tables]
+    if place.tables is not None:
+        dtype = None if mixed_precision is None else mixed_precision.param_dtype
+        divide_tables(root, stage.tables, place.tables, values, place.device, dtype)
+        values = {name: value for name, value in values.items() if name not in named}
     experts = place.experts[stage.expert] if stage.expert > 1 else None
     spread = spread_experts(root, experts["expert"], place.mesh["tensor"]) if experts is not None else []
     for path, how in stage.recompute.items():
@@ -138,6 +144,9 @@ def wrap_stage(
         if not pipelined and stage.axis("tensor") == 1 and mixed_precision is None and experts is None:
             ids = None if place.device.type == "cpu" else [place.device]
             group = place.mesh["replicate"].get_group()
+            if not any(p.requires_grad for name, p in root.named_parameters() if name not in named):
+                return root
+            ignore_in_replicas(root, named)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another word for it, which 2.11 has not
                 return DistributedDataParallel(
@@ -153,11 +162,12 @@ def wrap_stage(
         axes = place.mesh["replicate", "shard"] if place.mesh["replicate"].size() > 1 else place.mesh["shard"]
         again = stage.sharding == 3
         shared = partial(fully_shard, mesh=axes, reshard_after_forward=again, shard_placement_fn=_shard_dim, **cast)
-    ignored = {p for p in root.parameters() if left_out(p)}  # see `average_left_out`
+    ignored = {p for name, p in root.named_parameters() if left_out(p) or name in named}  # see `average_left_out`
     if experts is not None:
         ignored |= _share_experts(spread, experts, stage, mixed_precision)
     shared = partial(shared, ignored_params=ignored)
-    alone = {path: block for path, block in blocks.items() if path not in outside and stands_alone(root, block)}
+    dense = {path: block for path, block in blocks.items() if not all(p in ignored for p in block.parameters())}
+    alone = {path: block for path, block in dense.items() if path not in outside and stands_alone(root, block)}
     for path, block in alone.items():
         inside = next((how for name, how in stage.offload.items() if lies_in(path, name)), None)
         shared(block, offload_policy=offload(inside, place.device))

@@ -7,7 +7,7 @@ batch size and for any device kind; results are cached by cut.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
@@ -43,6 +43,7 @@ from rlplace.strategy.blocks.op_costs import (
     statistics_sums,
     ties_of,
 )
+from rlplace.strategy.blocks.tables import find_tables
 from rlplace.strategy.costs import COLLECTIVE_KINDS, FULL, RECOMPUTE, BlockPassCosts, Cut, Floats, HeldCosts
 from rlplace.strategy.layouts.tensor_layout import (
     VOCABULARY,
@@ -95,6 +96,7 @@ class PricedBlocks:
         ties: Parameters and buffers that several blocks read.
         classes: int64 [B]; blocks of one number cost the same.
         experts: Expert degrees divide it: the number of experts of every mixture, 1 without any.
+        tables: Whether most parameters are embedding tables, which replicas can divide.
         joins_replicas: Whether BatchNorms normalize by the samples of all replicas.
         blocks: Which block every op belongs to.
         graph: The captured graph.
@@ -135,9 +137,9 @@ class PricedBlocks:
         self.kinds = tuple(self._kinds)
         self._kept: dict[Hashable, object] = {}
         self.blocks = find_blocks(graph)
-        self._lives, self._experts = Lives(graph, self.blocks), find_experts(graph)
+        self._lives, self._experts, self._tables = Lives(graph, self.blocks), find_experts(graph), find_tables(graph)
         self._graphs = (graph,) if other is None else (graph, other)
-        self.names, self.experts = self.blocks.names, self._experts.most
+        self.names, self.experts, self.tables = self.blocks.names, self._experts.most, self._tables.prevail
         self.ties = ties_of(graph, self.blocks)
         self.joins_replicas, self._released = statistics == "batch", release_gradients
         self.classes = self._classes()
@@ -145,6 +147,8 @@ class PricedBlocks:
     def why_not(self, cut: Cut) -> str | None:
         """Explains why a pass cannot be cut like that; None where it can."""
         if cut.expert > 1 and (reason := self._experts.why_not(cut.expert)) is not None:
+            return reason
+        if cut.tables > 1 and (reason := self._tables.why_not(cut.tables)) is not None:
             return reason
         if len(self._graphs) == 1 and cut.samples != self.graph.samples:
             size = self.graph.samples
@@ -168,10 +172,11 @@ class PricedBlocks:
         return None
 
     def modules(self, cut: Cut) -> Mapping[str, Mapping[str, str]]:
-        """Returns the layout word of each module that a tensor group cuts, by name of its block."""
+        """Returns the layout word of each module that a tensor group cuts, or replicas divide, by name of its block."""
         layout, found = self._layout(cut), dict[str, dict[str, str]]()
         block_of = dict(zip(self.graph.op_module, self.blocks.of_op.tolist(), strict=True))
-        for path, word in () if layout is None else layout.modules.items():
+        words = {} if layout is None else layout.modules
+        for path, word in (self._tables.words(cut.tables) if cut.tables > 1 else words).items():
             found.setdefault(self.names[block_of[path]], {})[path] = word
         return found
 
@@ -183,20 +188,29 @@ class PricedBlocks:
         """
         return self._once(("pass", kind, cut), lambda: self._pass(kind, cut))
 
-    def held(self, tensor: int = 1, expert: int = 1) -> HeldCosts:
-        """Returns the state that one device holds at these degrees."""
+    def held(self, tensor: int = 1, expert: int = 1, tables: int = 1, shard: int = 1) -> HeldCosts:
+        """Returns the state that one device holds at these degrees (`Mesh.state`)."""
+        if tables > 1:
+            return self._once(("held", "tables", tables), lambda: self._tables.held(self.held(), self.blocks, tables))
         cut, own = self._whole(tensor, expert), self._experts.counts if expert > 1 else ()
         made = partial(held_costs, self.graph, self.blocks, released=self._released)
         return self._once(("held", tensor, expert), lambda: made(self._layout(cut), own))
 
-    def update_s(self, kind: int, tensor: int = 1, expert: int = 1) -> Floats:
-        """Returns float64 [B], seconds of the optimizer step of whole blocks; that of a tied weight counts in every block."""
-        cut = self._whole(tensor, expert)
+    def update_s(self, kind: int, tensor: int = 1, expert: int = 1, tables: int = 1, shard: int = 1) -> Floats:
+        """Returns float64 [B], seconds of the optimizer step of whole blocks; that of a tied weight counts in every block.
+
+        Blocks are shared over `shard` devices afterwards, divided tables are not: their updates count so often.
+        """
+        cut = self._whole(tensor, expert, tables)
         updates = np.flatnonzero(self.graph.op_phase == UPDATE)
         holders = [self.blocks.of_parameter[parameter] for parameter in self.graph.op_parameter[updates].tolist()]
         counts = np.array([len(blocks) for blocks in holders], dtype=np.int64)
         flat = np.array([block for blocks in holders for block in blocks], dtype=np.int64)
-        return self._totals(self._at(cut), flat, np.repeat(self._seconds(kind, cut)[updates], counts))
+        seconds = self._seconds(kind, cut)[updates]
+        if tables > 1:
+            own = np.isin(self.graph.op_parameter[updates], self._tables.parameters(tables))
+            seconds = np.where(own, seconds * shard, seconds)
+        return self._totals(self._at(cut), flat, np.repeat(seconds, counts))
 
     def step_ops(self, split: bool) -> StepOps:
         """Returns the ops of a pass; see `rlplace.strategy.blocks.op_costs.OpCosts`."""
@@ -214,6 +228,7 @@ class PricedBlocks:
             collectives=(
                 *(item for pair in layouts for item in captured_collectives(self.graph, *pair, origin, hidden)),
                 *self._sums(split),
+                *self._exchanges(cut, split),
             ),
         )  # fmt: skip
 
@@ -222,6 +237,11 @@ class PricedBlocks:
         if not self.joins_replicas:
             return ()
         return self._once(("sums", split), lambda: tuple(statistics_sums(self.graph, self.blocks, self._ops(split)[1])))
+
+    def _exchanges(self, cut: Cut, split: bool) -> Iterator[TensorCollective]:
+        """Yields what replicas that divide embedding tables send in a pass."""
+        if cut.tables > 1:
+            yield from self._tables.exchanges(self.blocks, cut.samples, self._ops(split)[1], cut.tables)
 
     def _ops(self, split: bool) -> tuple[OpGraph, NDArray[np.int32]]:
         """Returns the captured graph, or that with weight gradients apart, and which captured op each op is a part of."""
@@ -251,7 +271,7 @@ class PricedBlocks:
         moved = np.zeros((2, 2, len(COLLECTIVE_KINDS), len(self.names)))
         for layout, whole in zip(self._layouts(cut), found.moved_bytes, strict=True):
             moved += moved_by(layout, whole, len(self.names))
-        for item in self._sums(False):
+        for item in (*self._sums(False), *self._exchanges(cut, False)):
             moved[:, item.when, item.kind, item.block] += item.size_bytes, 1.0
         hidden = np.zeros((2, len(self.names)))
         for (op, when), taken_s in self._hidden_s(kind, cut).items():
@@ -286,9 +306,9 @@ class PricedBlocks:
         alike = np.bincount(found.first, minlength=count)
         return (total[found.first] / alike[found.first]).astype(np.float64)
 
-    def _whole(self, tensor: int, expert: int) -> Cut:
+    def _whole(self, tensor: int, expert: int, tables: int = 1) -> Cut:
         """Returns the cut at which a tensor group holds and updates what it holds, at the captured batch."""
-        cut = Cut(self.graph.samples, tensor, expert=expert)
+        cut = Cut(self.graph.samples, tensor, expert=expert, tables=tables)
         self._allowed(cut)
         return cut
 
@@ -317,13 +337,15 @@ class PricedBlocks:
         layouts = self._layouts(cut)
         parts = [tensor_parts(self.graph, layout) for layout in layouts]
         sizes, temporary = (self._values(name, cut.samples) for name in ("tensor_bytes", "op_temporary_bytes"))
-        graph, split = (self._divided(halves, cut.samples, layouts, parts) for halves in (False, True))
+        graph, split = (self._divided(halves, cut, layouts, parts) for halves in (False, True))
         moved = tuple(reduce(shares, parts[:index] + parts[index + 1 :], sizes) for index in range(len(layouts)))
         temporary = reduce(shares, [layout.op_parts for layout in layouts], temporary)
         if cut.context > 1:
             passing, beside = context_bytes(self.graph, layouts[-1], moved[-1], cut.context_method)
             temporary = temporary + passing
         sizes = reduce(shares, parts, sizes)
+        if cut.tables > 1:
+            sizes = self._tables.sizes(sizes, cut.tables)
         memory = self._lives.memory(sizes, temporary)
         if cut.context > 1:
             ahead = self.graph.op_phase == FORWARD
@@ -349,11 +371,11 @@ class PricedBlocks:
         values = affine(getattr(small, name), getattr(large, name), small.samples, large.samples, samples)
         return np.maximum(values, 0)
 
-    def _divided(
-        self, halves: bool, samples: int, layouts: Sequence[TensorLayout], parts: Sequence[NDArray[np.int64]]
-    ) -> OpGraph:
+    def _divided(self, halves: bool, cut: Cut, layouts: Sequence[TensorLayout], parts: Sequence[NDArray[np.int64]]) -> OpGraph:
         """Returns the ops, or those with weight gradients apart, at a batch size, as one device of its groups runs them."""
-        graph, origin = self._once(("batch", halves, samples), lambda: self._at_batch(halves, samples))
+        graph, origin = self._once(("batch", halves, cut.samples), lambda: self._at_batch(halves, cut.samples))
+        if cut.tables > 1:
+            graph = self._tables.divided(graph, cut.tables)
         for layout, parts_of_tensor in zip(layouts, parts, strict=True):
             more = graph.num_tensors - len(parts_of_tensor)  # those between halves, of no bytes
             graph = divided(graph, layout, origin, np.pad(parts_of_tensor, (0, more), constant_values=1))

@@ -48,6 +48,7 @@ Memory of a device
     gradients           level 0 all; level 1 all while several micro-batches or a pipeline accumulate; else the share; none
                         where they are released, but those of the running block and the share that has just been reduced
     optimizer           all, or the share; none where offloaded
+    divided tables      weights, gradients and state of the parts of the busiest device, at every level
     activations         `kept_bytes` of a stage's blocks for every micro-batch in flight, counted by running the actions
     running block       `working_bytes` beside what the blocks up to it have saved, with the gradients of inputs and outputs
     split backwards     the first half frees nothing while it runs; until the second half a micro-batch keeps the gradients
@@ -61,7 +62,7 @@ Memory of a device
 
 Not modelled
     Contention between level 0's buckets and collectives inside blocks, and between collectives and stage transfers. Routing of
-    experts: the busiest device has `CostTable.busiest` times the mean tokens, with mean activations. Replicas of unlike speed
-    at levels 0 and 1 wait for each other only at the end. Gradient clipping, the optimizer's temporaries, the allocator's
-    segments.
+    experts: the busiest device has `CostTable.busiest` times the mean tokens, with mean activations. Ids of divided tables
+    that samples share: each is looked up for itself. Replicas of unlike speed at levels 0 and 1 wait for each other only at
+    the end. Gradient clipping, the optimizer's temporaries, the allocator's segments.
 """

@@ -134,7 +134,7 @@ def _gradient_sum_s(pipelines: Sequence[Draft], costs: BlockCosts, traffic: Clus
 
 def _exchanged_bytes(place: Mesh, costs: BlockCosts) -> Floats:
     """Returns float64 [B], bytes of the summed gradients of a pipeline on a device of a place; a tied weight counts once."""
-    held = costs.held(place.tensor, place.expert)
+    held = costs.held(*place.state)
     dense = held.gradient_bytes - held.expert_bytes[1].astype(float)
     for tie in costs.ties:
         dense[list(tie.blocks[1:])] -= tie.gradient_bytes * tie_part(costs, tie.blocks, place)

@@ -41,13 +41,13 @@ class Lane:
 def tensor_groups(place: Mesh, kind: int) -> Groups:
     """Returns the devices that move the tensors of one pass together, by index of `COLLECTIVE_KINDS`.
 
-    Tokens of experts move in the expert group, consecutive devices of shard x context x tensor; keys and values in the context
-    group; statistics of norms over the replicas; everything else in the tensor group.
+    Tokens of experts move in the expert group, consecutive devices of shard x context x tensor; rows of divided tables between
+    all replicas; keys and values in the context group; statistics of norms over the replicas; the rest in the tensor group.
     """
     if kind == STATISTICS:
         return _groups(place, place.data_degree, place.context * place.tensor)
     if kind == EXPERT_ALL_TO_ALL:
-        return _groups(place, place.expert, 1)
+        return _groups(place, place.expert * place.tables, 1)
     if kind >= CONTEXT_GATHER:
         return _groups(place, place.context, place.tensor)
     return _groups(place, place.tensor, 1)
@@ -79,8 +79,8 @@ def share_degree(place: Mesh) -> int:
 
 
 def expert_share_degree(place: Mesh) -> int:
-    """Returns the number of parts of the weights of experts: 1 at level 0."""
-    return place.shard * place.context * place.tensor // place.expert if place.sharding else 1
+    """Returns the number of parts of the weights of experts: 1 at level 0, and for divided tables, which nothing shares."""
+    return place.shard * place.context * place.tensor // place.expert if place.sharding and place.tables == 1 else 1
 
 
 def copy_degree(place: Mesh) -> int:
@@ -89,8 +89,10 @@ def copy_degree(place: Mesh) -> int:
 
 
 def spreads(place: Mesh) -> bool:
-    """Returns whether experts can be spread over the expert groups of a place."""
+    """Returns whether experts can be spread over the expert groups of a place, and tables be divided over its replicas."""
     group = place.shard * place.context * place.tensor
+    if place.tables > 1:
+        return place.tables == place.data_degree == len(place.devices) and place.expert == 1
     return group % place.expert == 0 and (place.sharding > 0 or place.expert in (1, group))
 
 
@@ -167,8 +169,10 @@ def check_draft(draft: Draft, cluster: Cluster, blocks: int) -> None:
         if not spreads(place):
             raise InputError(
                 f"draft: places[{index}]: expert {place.expert} does not divide shard x context x tensor, or is less than all "
-                "of it at sharding level 0, where experts have no shares"
+                "of it at sharding level 0, where experts have no shares; or tables are divided over other than all replicas"
             )
+        if stages > 1 and place.tables > 1:
+            raise InputError(f"draft: places[{index}]: tables are divided in a single stage")
         if stages > 1 and place.sharding > 1:
             raise InputError(f"draft: places[{index}]: a pipeline has sharding level 0 or 1")
     if len(draft.microbatch) not in (1, degree) or len(draft.microbatches) not in (1, degree):

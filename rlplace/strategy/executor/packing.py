@@ -75,7 +75,7 @@ class Rows:
             row[c.HOST_RATE] = min(traffic.host_bytes_per_s(device) for device in place.devices)
             row[c.UPDATE_RATE] = min(traffic.host_memory_bytes_per_s(device) for device in place.devices)
             row[c.MEETS_BLOCKS], row[c.MEETS_COPIES] = traffic.meets(place)
-            held = self.costs.held(place.tensor, place.expert)
+            held = self.costs.held(*place.state)
             row[c.ITEM], row[c.RELEASED] = held.gradient_item, held.released
             if held.turns.any():
                 turns = turn_groups(place)
@@ -90,9 +90,9 @@ class Rows:
 
     def number(self, place: Mesh, passes: Passes) -> int:
         """Returns the index of the row of a place whose replicas in a lane have these passes."""
-        grouped = self.costs.joins_replicas or place.tensor * place.context * place.expert > 1
+        grouped = self.costs.joins_replicas or place.tensor * place.context * place.expert * place.tables > 1
         tables = self._tensor_tables(place) if grouped else None
-        key = passes, place.cut(0), tables
+        key = passes, place.cut(0), place.state, tables
         number = self._row_of.get(key)
         if number is None:
             rows = [self._pass(place, samples, kind) for samples, kind in passes]  # may be refused: no number before
@@ -111,13 +111,13 @@ class Rows:
         """Returns float64 [B, ROW], a pass of so many samples on a device of that kind."""
         cut, tables = place.cut(samples), self._tensor_tables(place)
         row = np.zeros(self.rows.shape[1:])
-        one, held = self.costs.passes(kind, cut), self.costs.held(place.tensor, place.expert)
+        one, held = self.costs.passes(kind, cut), self.costs.held(*place.state)
         forward, backward = self.traffic.moved_s(tables, one.collective_bytes, one.collective_calls, one.hidden_s)
         for column, values in (
             (c.WEIGHTS, held.weight_bytes), (c.GRADIENTS, held.gradient_bytes), (c.OPTIMIZER, held.optimizer_bytes),
             (c.FORWARD, one.forward_s), (c.FORWARD_TENSOR, forward), (c.BACKWARD_TENSOR, backward),
             (c.BACKWARD_TENSOR_FULL, backward + forward), (c.WEIGHT, one.weight_s), (c.SENT, one.sent_bytes),
-            (c.RETURNED, one.returned_bytes), (c.UPDATE, self.costs.update_s(kind, place.tensor, place.expert)),
+            (c.RETURNED, one.returned_bytes), (c.UPDATE, self.costs.update_s(kind, *place.state)),
             (c.EXPERT_WEIGHTS, held.expert_bytes), (c.BACKWARD, one.backward_s + one.again_s), (c.AGAIN, one.again_s),
             (c.KEPT, one.kept_bytes), (c.HALVED, one.halved_bytes), (c.WORKING_FORWARD, one.working_bytes[0]),
             (c.WORKING_BACKWARD, one.working_bytes[1]), (c.WORKING_END, one.working_bytes[2]),

@@ -115,7 +115,7 @@ def reference_blocks(
 ) -> list[ReferenceBlock]:
     """Returns all blocks of the model as they would be on a place."""
     place = draft.places[index]
-    held, kind_of = costs.held(place.tensor, place.expert), kind_numbers(costs, cluster)
+    held, kind_of = costs.held(*place.state), kind_numbers(costs, cluster)
     blocks, plain = [ReferenceBlock() for _ in costs.names], np.zeros((2, len(costs.names)))
     kinds = sorted({kind_of[device] for _, devices in lane.replicas[index] for device in devices})
     for samples, devices in lane.replicas[index]:
@@ -160,7 +160,7 @@ def reference_blocks(
             if block.offload != FULL_OFFLOAD:
                 block.update_s += (gradients + weights) / host_rate
         else:
-            slowest = max(float(costs.update_s(kind, place.tensor, place.expert)[number]) for kind in kinds)
+            slowest = max(float(costs.update_s(kind, *place.state)[number]) for kind in kinds)
             whole_bytes = float(held.weight_bytes[number])
             block.update_s = slowest * (weights / whole_bytes if whole_bytes > 0 else 1.0 / share)
             matrices, degree = held.turns[:, number], len(turn_groups(place)[0])
@@ -217,7 +217,7 @@ def _add_pass(
 def _without_ties(draft: Draft, index: int, costs: BlockCosts) -> list[list[float]]:
     """Returns weight, gradient and optimizer bytes of blocks; a tied weight counts in the first block of a place with it."""
     place = draft.places[index]
-    held = costs.held(place.tensor, place.expert)
+    held = costs.held(*place.state)
     whole = [list(map(float, row)) for row in zip(held.weight_bytes, held.gradient_bytes, held.optimizer_bytes, strict=True)]
     here = [places_of(draft, (block,)) == (index,) for block in range(len(whole))]
     for tie in costs.ties:

@@ -191,7 +191,7 @@ class ClusterTraffic:
 
 def tie_part(costs: BlockCosts, tie_blocks: Sequence[int], place: Mesh) -> float:
     """Returns the part of a tied weight on one device of a tensor group: that of its smallest block, usually the weight."""
-    whole, cut = costs.held().weight_bytes, costs.held(place.tensor, place.expert).weight_bytes
+    whole, cut = costs.held().weight_bytes, costs.held(*place.state).weight_bytes
     block = min(tie_blocks, key=lambda number: (whole[number], number))
     return float(cut[block]) / float(whole[block]) if whole[block] > 0 else 1.0
 
@@ -202,7 +202,7 @@ def tie_exchanges(draft: Draft, costs: BlockCosts, traffic: ClusterTraffic) -> I
         involved = places_of(draft, tie.blocks)
         if len(involved) > 1:
             places = [draft.places[place] for place in involved]
-            item = costs.held(places[0].tensor, places[0].expert).gradient_item
+            item = costs.held(*places[0].state).gradient_item
             part = max(tie_part(costs, tie.blocks, place) / share_degree(place) for place in places)
             table = traffic.table("all_reduce", tie_groups(places))
             yield table_s(table, tie.gradient_bytes * item * part), involved

@@ -295,12 +295,13 @@ def replaced(places: Places, changed: dict[int, Places]) -> Places:
 
 
 def at_level(place: Mesh, level: int) -> Mesh:
-    """Returns the place with a level if it shards, with sequence parallelism and spread experts only where groups exist."""
+    """Returns the place with a level if it shards, with sequence parallelism, spread experts and divided tables where groups
+    for them exist.
+    """
     sharding, group = max(level, 1) if place.shard > 1 else 0, place.shard * place.context * place.tensor
     expert = gcd(place.expert, group) if sharding or place.expert == group else 1
     sequence = place.sequence_parallel and place.tensor > 1
     method = place.context_method if place.context > 1 else GATHER
-    made = sharding, expert, sequence, method
-    if made == (place.sharding, place.expert, place.sequence_parallel, place.context_method):
-        return place
-    return dataclasses.replace(place, sharding=sharding, expert=expert, sequence_parallel=sequence, context_method=method)
+    tables = place.data_degree if place.tables > 1 and place.context * place.tensor * expert == 1 else 1
+    made = {"sharding": sharding, "expert": expert, "sequence_parallel": sequence, "context_method": method, "tables": tables}
+    return place if all(getattr(place, key) == value for key, value in made.items()) else dataclasses.replace(place, **made)

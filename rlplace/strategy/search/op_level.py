@@ -39,23 +39,25 @@ NEAR = 1.01
 def simplicity(draft: Draft) -> tuple[int, ...]:
     """Returns measures of a strategy's complexity, the most important first; the smaller is simpler.
 
-    Fewer devices, fewer pipelines beside each other, fewer stages, no ops that are cut (tensor, context and expert axes),
-    nothing offloaded, nothing recomputed, whole copies or a low sharding level, fewer axes, fewer micro-batches.
+    Fewer devices, fewer pipelines beside each other, fewer stages, nothing that is cut (tensor, context and expert axes,
+    divided tables), nothing offloaded, nothing recomputed, whole copies or a low sharding level, fewer axes, fewer
+    micro-batches.
     """
     pipelines = draft.pipelines
     places = [place for one in pipelines for place in one.places]
-    tensor, context, expert, shard, replicate = (
-        max(getattr(place, axis) for place in places) for axis in ("tensor", "context", "expert", "shard", "replicate")
+    tensor, context, expert, tables, shard, replicate = (
+        max(getattr(place, axis) for place in places)
+        for axis in ("tensor", "context", "expert", "tables", "shard", "replicate")
     )
     return (
         len(draft.devices),
         len(pipelines),
         sum(one.stages for one in pipelines),
-        tensor * context * expert,
+        tensor * context * expert * tables,
         int(any(any(one.offload) for one in pipelines)),
         int(any(any(one.recompute) for one in pipelines)),
         max(place.sharding for place in places),
-        sum(size > 1 for size in (tensor, context, expert, shard, replicate)),
+        sum(size > 1 for size in (tensor, context, expert, tables, shard, replicate)),
         max(count for one in pipelines for count in one.microbatches),
     )
 

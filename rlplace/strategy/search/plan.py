@@ -163,9 +163,11 @@ def ask(
     """Returns the problem of a model's step on a cluster, its blocks priced; `pricing` holds arguments of `PricedBlocks`."""
     pricing |= priced_settings(settings or {})
     blocks = PricedBlocks(graph, cluster, **pricing)
-    excluded = None if why_not is None else lambda draft: why_not(draft.strategy(blocks.names))
     scores = DraftEvaluator(blocks, cluster)
-    return SearchProblem(scores, batch, space or Space(), excluded, settings=settings or {}, layouts=blocks.modules)
+    problem = SearchProblem(scores, batch, space or Space(), settings=settings or {}, layouts=blocks.modules)
+    if why_not is None:
+        return problem
+    return dataclasses.replace(problem, why_not=lambda draft: why_not(problem.named(draft)))
 
 
 def predict(problem: SearchProblem, result: SearchResult, finer: OpLevel, **extra: Any) -> Prediction:
@@ -199,7 +201,7 @@ def unlike(ranked: Sequence[Tried], count: int) -> list[Tried]:
 
 def _look(draft: Draft, detailed: bool) -> tuple[object, ...]:
     """Returns a key that alike drafts share."""
-    degrees = {(len(p.devices), p.tensor, p.context, p.expert, p.shard > 1) for p in draft.places}
+    degrees = {(len(p.devices), *p.state, p.context, p.shard > 1) for p in draft.places}
     look: tuple[object, ...] = (len(draft.places), frozenset(degrees))
     if detailed:
         levels = frozenset((place.shard, place.sharding) for place in draft.places)
@@ -224,7 +226,7 @@ def prediction(evaluation: StepEvaluation, batch: int, cluster: Cluster) -> Pred
 
 def _entry(problem: SearchProblem, tried: Tried, result: SearchResult) -> Mapping[str, Any]:
     """Returns a strategy as plans list it, without its tensor layouts, which only the plan's own strategy has."""
-    strategy = dataclasses.replace(problem, layouts=None).strategy(tried.draft)
+    strategy = problem.strategy(tried.draft, tensor=False)
     return {
         "kind": kind_of(tried.draft),
         "words": uniform_words(strategy),

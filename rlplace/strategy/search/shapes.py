@@ -171,8 +171,9 @@ def shapes(problem: SearchProblem, devices: tuple[int, ...]) -> Iterator[Shape]:
                 methods: Sequence[ContextMethod] = space.only("context_method", CONTEXT_METHODS) if context > 1 else (GATHER,)
                 for axes in _meshes(problem, width // tensor // context, context, tensor, inside, places > 1):
                     for chunks, schedule in chains(space, places, len(problem.costs.names)):
-                        for sequence, method in itertools.product((True, False) if tensor > 1 else (False,), methods):
-                            yield Shape(devices, places, chunks, Mesh((), *axes, sequence, method), schedule)
+                        ways = (True, False) if tensor > 1 else (False,), methods, _tables(problem, axes, places)
+                        for sequence, method, tables in itertools.product(*ways):
+                            yield Shape(devices, places, chunks, Mesh((), *axes, sequence, method, tables), schedule)
 
 
 def _meshes(
@@ -191,6 +192,14 @@ def _meshes(
             for expert in space.only("expert", divisors(math.gcd(group, problem.costs.experts))):
                 if sharding or expert in (1, group):
                     yield data // shard, shard, context, tensor, expert, sharding
+
+
+def _tables(problem: SearchProblem, axes: Sequence[int], places: int) -> list[int]:
+    """Returns over how many replicas tables are divided: none, and all of one stage without other groups."""
+    space, (replicate, shard, context, tensor, expert, _) = problem.space, axes
+    asked = problem.costs.tables or space.tables is not None
+    alone = places * context * tensor * expert == 1 and asked
+    return space.only("tables", sorted({1, replicate * shard if alone else 1}))
 
 
 def chains(space: Space, places: int, blocks: int) -> Iterator[tuple[int, str | None]]:

@@ -29,6 +29,7 @@ class Space(Record, frozen=True):
         context: Context-parallel degrees.
         context_method: How parts of the sequence attend to all of it: gather, heads, ring.
         expert: Expert-parallel degrees.
+        tables: Replicas that divide embedding tables: all, or 1.
         pipeline: Places of the chain of stages.
         virtual: Stages a place.
         sharding: Levels of parameter sharding; levels from 1 up exist where shard is above 1.
@@ -48,6 +49,7 @@ class Space(Record, frozen=True):
     context: _Counts = None
     context_method: Annotated[tuple[ContextMethod, ...], _Some] | None = None
     expert: _Counts = None
+    tables: _Counts = None
     pipeline: _Counts = None
     virtual: _Counts = None
     sharding: Annotated[tuple[Annotated[int, Meta(ge=0, le=3)], ...], _Some] | None = None
@@ -100,7 +102,7 @@ class Space(Record, frozen=True):
         if draft.beside:
             return next((key for one in draft.pipelines if (key := self.forbids(one)) is not None), None)
         for place in draft.places:
-            for key in ("replicate", "shard", "tensor", "context", "expert", "sharding"):
+            for key in ("replicate", "shard", "tensor", "context", "expert", "tables", "sharding"):
                 value = getattr(place, key)
                 exists = place.shard > 1 if key == "sharding" else value > 1 or getattr(self, key) is not None
                 if exists and not self.allows(key, value):

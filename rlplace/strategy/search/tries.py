@@ -45,7 +45,8 @@ class SearchProblem:
         space: Allowed strategies.
         devices: Devices that may be used; None: all.
         settings: Fields of a strategy that drafts do not have: how its parts make up the loss of a batch.
-        layouts: For a cut over a tensor group the layout word of each module, by block, as it is priced; None: not written.
+        layouts: For a cut over a tensor group the layout word of each module, by block, as it is priced; for tables that
+            replicas divide how they do; None: not written.
         why_not: Explains why a draft cannot run, or returns None, for example an engine's `why_not`; None: all can. Which
             blocks of a stage recompute or offload makes no difference to it, only whether some do.
     """
@@ -58,21 +59,28 @@ class SearchProblem:
     settings: Mapping[str, Any] = field(default_factory=dict)
     layouts: Callable[[Cut], Mapping[str, Mapping[str, str]]] | None = None
 
-    def strategy(self, draft: Draft) -> Strategy:
-        """Makes a draft a strategy for this model, with the tensor layouts that are priced, and checks it."""
-        strategy = replace(draft.strategy(self.costs.names), **self.settings)
-        if self.layouts is None or all(place.tensor == 1 for place in draft.places):
+    def strategy(self, draft: Draft, *, tensor: bool = True) -> Strategy:
+        """Makes a draft a strategy for this model, with the layouts that are priced, and checks it; `tensor`: those, too."""
+        strategy = replace(self.named(draft), **self.settings)
+        if not tensor or self.layouts is None or all(place.tensor == 1 for place in draft.places):
+            return strategy
+        return replace(strategy, pipelines=tuple(map(self._laid_out, strategy.pipelines, draft.pipelines)))
+
+    def named(self, draft: Draft) -> Strategy:
+        """Makes a draft a strategy without settings and tensor layouts, but with the tables that replicas divide."""
+        strategy = draft.strategy(self.costs.names)
+        if self.layouts is None or all(place.tables == 1 for place in draft.places):
             return strategy
         return replace(strategy, pipelines=tuple(map(self._laid_out, strategy.pipelines, draft.pipelines)))
 
     def _laid_out(self, pipeline: Pipeline, draft: Draft) -> Pipeline:
-        """Returns the pipeline of a draft with the layout words of its tensor-parallel stages."""
+        """Returns the pipeline of a draft with the layout words of its tensor-parallel stages, and of divided tables."""
         assert self.layouts is not None
         stages = []
         for stage, place in zip(pipeline.stages, map(draft.places.__getitem__, draft.place_of_stage), strict=True):
-            words = self.layouts(place.cut(draft.microbatch[0])) if place.tensor > 1 else {}
+            words = self.layouts(place.cut(draft.microbatch[0])) if place.tensor * place.tables > 1 else {}
             own = {path: word for block in stage.blocks for path, word in words.get(block, {}).items()}
-            stages.append(replace(stage, tensor=own))
+            stages.append(replace(stage, **{"tables" if place.tables > 1 else "tensor": own}))
         return replace(pipeline, stages=tuple(stages))
 
     @property

@@ -216,6 +216,7 @@ def _runnable(problem: SearchProblem) -> Space:
         "none": Mesh((0, 1), replicate=2),
         "context": Mesh((0, 1), context=2),
         "expert": Mesh((0, 1), shard=2, expert=2, sharding=1),
+        "tables": Mesh((0, 1), replicate=2, tables=2),
     }
     drafts = {axis: plain_draft((0, len(problem.costs.names)), [mesh]) for axis, mesh in meshes.items()}
     closed: dict[str, tuple[Any, ...]] = {}

@@ -224,7 +224,7 @@ def captured(model: str) -> tuple[Any, ...]:
 
     graphs = []
     text, whole, seq, *_ = MODELS[model]
-    for batch in (whole, whole // 4):
+    for batch in (whole, max(2, whole // 4)):
         loaded = load_model(text, batch=batch, seq=seq)
         source = {"model": text, "batch": batch, "seq": seq, "dtype": "fp32", "optimizer": "adam"}
         graphs.append(rlplace.capture(loaded.module, loaded.example_inputs, loss=loaded.loss, source=source))

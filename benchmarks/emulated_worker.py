@@ -27,6 +27,7 @@ import numpy as np
 from benchmarks.harness import Row
 from rlplace.errors import RlplaceError
 from rlplace.plan.plan import PlacementPlan
+from rlplace.plan.strategy import Strategy
 from tools.hosts import HostsSpec, emulated_hosts, launch
 
 LIMIT_S = 900
@@ -108,20 +109,17 @@ class Sleeper:
         block.register_forward_hook(after, with_kwargs=True)
 
 
-def run(cell: dict[str, Any]) -> list[float]:
-    """Returns seconds of some steps of a strategy, the slowest process of each."""
+def run(cell: dict[str, Any], strategy: Strategy, mine: list[dict[str, Any]]) -> list[float]:
+    """Returns seconds of some steps of a strategy, the slowest process of each; `mine` are the sleeps of this one's stages."""
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
 
     from rlplace.model.zoo import load_model
-    from rlplace.plan.strategy import Strategy
     from rlplace.runtime.base import activity
     from rlplace.runtime.base.steps import train_step
     from rlplace.runtime.job.distribute import distribute
 
-    strategy, rank = Strategy.from_dict(cell["strategy"]), dist.get_rank()
-    mine = [sleeps for stage, sleeps in zip(strategy.stages, cell["sleeps"], strict=True) if rank in stage.devices]
     torch.manual_seed(0)
     size = strategy.pipelines[0].microbatch[0]
     loaded = load_model(cell["model"], batch=size, seq=cell["seq"], device="cpu")
@@ -237,24 +235,26 @@ def serve(folder: str) -> NoReturn:
 
     from rlplace.runtime.base.ranks import gather_objects
 
-    rank, number = dist.get_rank(), 0
+    rank, served = dist.get_rank(), 0
     while True:
-        path = Path(folder, f"{number}.json")
+        path = Path(folder, f"{served}.json")
         if not path.exists():
             time.sleep(0.02)
             continue
         cell = json.loads(path.read_text())
-        stages, factor = cell["strategy"]["stages"], cell.get("factors", [1.0] * dist.get_world_size())[rank]
+        strategy, factor = Strategy.from_dict(cell["strategy"]), cell.get("factors", [1.0] * dist.get_world_size())[rank]
         for sleeps in cell["sleeps"]:
             sleeps["blocks"] = {name: [factor * s for s in seconds] for name, seconds in sleeps["blocks"].items()}
             sleeps["update_s"] *= factor
-        CHUNKS["stages"] = [index for index, stage in enumerate(stages) if rank in stage["devices"]]
-        seconds = run(cell)
+        stages = [(number, stage) for one in strategy.pipelines for number, stage in enumerate(one.stages)]
+        mine = {n: sleeps for (n, stage), sleeps in zip(stages, cell["sleeps"], strict=True) if rank in stage.devices}
+        CHUNKS["stages"] = [*mine]
+        seconds = run(cell, strategy, [*mine.values()])
         said, late_s = gather_objects(CHUNKS["spent_s"]), max(gather_objects(CHUNKS["late_s"]))
         busy_s = [max(one.get(f"stage {n}", 0.0) for one in said) for n in range(len(stages))] if len(stages) > 1 else []
         if rank == 0:
             print(json.dumps({"step_s": seconds, "late_s": late_s, "stage_busy_s": busy_s}), flush=True)
-        number += 1
+        served += 1
 
 
 class Lab:

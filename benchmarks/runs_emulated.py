@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.emulated import HOSTS, MODELS, cell_of, device_of
+from benchmarks.emulated import cell_of, devices_of
 from benchmarks.emulated import question_of as question_on
+from benchmarks.emulated_plans import HOSTS, MODELS
 from benchmarks.emulated_worker import Lab
 from benchmarks.harness import add_row, arguments, markdown, missing, read_rows
 from rlplace.errors import RlplaceError
@@ -83,7 +84,7 @@ CLUSTERS = ("slow_host", "slow_link", "contended_link", "unlike_speeds")
 
 def question_of(model: str, wrong: Wrong) -> SearchProblem:
     """Says what the planner is asked; strategies use all hosts, as the processes of a launch are as many."""
-    machine = cluster_of(HostsSpec(HOSTS, wrong.told), kinds=[device_of(model)] * HOSTS)
+    machine = cluster_of(HostsSpec(HOSTS, wrong.told), kinds=devices_of(model))
     return question_on(model, machine, lambda draft: "it leaves hosts out" if len(set(draft.devices)) < HOSTS else None)
 
 
@@ -175,7 +176,7 @@ if __name__ == "__main__":
     options = arguments(
         __doc__,
         clusters=(CLUSTERS, "how hosts differ", CLUSTERS),
-        models=(tuple(MODELS), "names", MODELS),
+        models=(tuple(name for name, model in MODELS.items() if model.kind == "plain"), "names", MODELS),
         seeds=(3, "of every cell"),
         table="only the table",
     )

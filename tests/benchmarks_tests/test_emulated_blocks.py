@@ -31,7 +31,7 @@ def test_a_narrow_stage_computes_what_all_replicas_of_a_wide_one_hand_it():
         places=[Mesh((0,)), Mesh((1, 2), replicate=2), Mesh((3,))], place_of_stage=[0, 1, 2], bounds=[0, 1, 2, 3],
         microbatch=(2,), recompute=bytes(3), data_degree=2,
     )  # fmt: skip
-    found = [sleeps_of(Costs(), draft, stage)["blocks"] for stage in range(3)]
+    found = [sleeps_of(Costs(), draft, stage, [0] * 4)["blocks"] for stage in range(3)]
     assert found == [{"a": [4.0, 8.0, 4.0]}, {"b": [2.0, 4.0, 2.0]}, {"c": [4.0, 8.0, 4.0]}]
 
 
@@ -41,7 +41,7 @@ def test_an_update_takes_the_time_of_what_a_device_has_of_dense_weights_and_of_e
             places=[Mesh((0, 1, 2, 3), **mesh)], place_of_stage=[0], bounds=[0, 3], microbatch=(1,), recompute=bytes(3),
             data_degree=1,
         )  # fmt: skip
-        return sleeps_of(Costs(), draft, 0)["update_s"]
+        return sleeps_of(Costs(), draft, 0, [0] * 4)["update_s"]
 
     assert update_s(tensor=4, expert=4) == 3 * (4 + 1)  # a tensor group that has cut nothing dense here
     assert update_s(shard=2, context=2, sharding=1) == 3 * (8 / 4)

@@ -199,9 +199,10 @@ if __name__ == "__main__":
         __doc__,
         models=(("llama", "gpt2", "bert"), "names", MODELS),
         rates=(tuple(RATES), "of the links"),
+        names=((), "of strategies; default: all"),
         table="only the table",
     )
     for model, rate in () if options.table else product(options.models, options.rates):
         known = {row["name"] for row in by_cell(ROWS).get((model, rate), ())}
-        measure([*cells(model, rate, known)], rate)
+        measure([cell for cell in cells(model, rate, known) if cell[0]["name"] in (options.names or [cell[0]["name"]])], rate)
     print(table())

@@ -56,7 +56,7 @@ MODELS = {
         f"hf:qwen3_moe,{_QWEN3},moe_intermediate_size=128,num_experts=16,num_experts_per_tok=4", 16, 32, 1e9, "experts"
     ),
     "long": Model(f"hf:llama,{_LLAMA.replace('layers=8', 'layers=4')}", 4, 128, 1e9, "context"),
-    "unlike": Model(f"hf:llama,{_LLAMA}", kind="unlike", slower=(1.0, 1.0, 3.0, 3.0)),
+    "unlike": Model(f"hf:llama,{_LLAMA}", kind="unlike", slower=(1.0, 1.0, 1.7, 1.7)),
 }  # fmt: skip
 
 Drafts = Iterator[tuple[str, Draft]]
@@ -190,26 +190,27 @@ def context(shapes: Shapes) -> Drafts:
     yield flat("context 2 + tensor", 1, 2, context=2, tensor=2)
     yield flat("context 2", 1, context=2)
     yield flat("tensor + replicate", 1, tensor=2, replicate=2)
+    yield chain("", "1f1b", 4, 4)
     for schedule in ("1f1b", "zbv"):
-        yield chain("", schedule, 4, 4)
+        yield chain("", schedule, 2, 4)
         yield chain(" + tensor", schedule, 2, 4, tensor=2)
 
 
 def unlike(shapes: Shapes) -> Drafts:
     """Yields pipelines beside each other: the quick pair of hosts has most of the samples; and strategies of one pipeline."""
-    quick, slow = shapes.on(0, 12), shapes.on(2, 4)
+    quick, slow = shapes.on(0, 10), shapes.on(2, 6)
     pair = {"replicate": {"replicate": 2}, "shard 3": {"shard": 2, "sharding": 3}, "tensor": {"tensor": 2}}
     ahead = {axis: quick.flat(axis, 1, **mesh) for axis, mesh in pair.items()}
     behind = {axis: slow.flat(axis, 1, **mesh) for axis, mesh in pair.items()}
     for schedule in ("1f1b", "zbv"):
-        ahead[schedule], behind[schedule] = quick.chain("", schedule, 2, 6), slow.chain("", schedule, 2, 4)
+        ahead[schedule], behind[schedule] = quick.chain("", schedule, 2, 5), slow.chain("", schedule, 2, 6)
     pairs = [(one, one) for one in ahead] + [("replicate", "1f1b"), ("shard 3", "tensor"), ("zbv", "replicate")]
     for one, other in pairs:
         yield f"{ahead[one][0]} beside {behind[other][0]}", joined((ahead[one][1], behind[other][1]))
     half = shapes.on(0, 8).flat("half", 1, replicate=2), shapes.on(2, 8).flat("half", 1, replicate=2)
     yield "half beside half", joined(draft for _, draft in half)
-    three = shapes.on(0, 6).flat("6", 1), shapes.on(1, 6).flat("6", 1), slow.chain("", "1f1b", 2, 4)
-    yield "6 beside 6 beside 1f1b 2 x4", joined(draft for _, draft in three)
+    three = shapes.on(0, 5).flat("5", 1), shapes.on(1, 5).flat("5", 1), slow.chain("", "1f1b", 2, 6)
+    yield "5 beside 5 beside 1f1b 2 x6", joined(draft for _, draft in three)
     yield shapes.flat("replicate", 1, replicate=HOSTS)
     yield shapes.flat("shard 3", 1, shard=HOSTS, sharding=3)
     yield shapes.flat("tensor", 1, tensor=HOSTS)

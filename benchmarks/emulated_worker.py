@@ -2,9 +2,10 @@
 
     python -m benchmarks.emulated_worker FOLDER     what `Lab` starts on every host
 
-Torch's own parts run as `rlplace run` has them; what a block computes is stretched to the time that a cell states. Two things
-are as on a GPU, other than torch does them on a processor: `fully_shard` gathers the next block's parameters and reduces
-gradients while a block computes.
+Torch's own parts run as `rlplace run` has them; what a block computes is stretched to the time that a cell states, in equal
+parts before, between and after the collectives inside of it. Three things are as on a GPU, other than torch does them on a
+processor: `fully_shard` gathers the next block's parameters and reduces gradients while a block computes, and what a block
+computes beside such collectives is slower by `COMPUTE_SLOWDOWN`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -25,13 +28,14 @@ from typing import Any, NoReturn
 import numpy as np
 
 from benchmarks.harness import Row
+from rlplace.cluster.collectives import COMPUTE_SLOWDOWN
 from rlplace.errors import RlplaceError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
 from tools.hosts import HostsSpec, emulated_hosts, launch
 
 LIMIT_S = 900
-LATE_S = 0.01
+LATE_S, SLICE_S = 0.01, 0.004
 
 
 @contextlib.contextmanager
@@ -44,6 +48,23 @@ def first_in_line() -> Iterator[None]:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
+@dataclass
+class Turn:
+    """A pass of a block: how long it sleeps at each of its collectives, what is left, since when, and collectives so far."""
+
+    key: Any
+    part_s: float
+    left_s: float
+    since: float
+    seen: int = 0
+
+
+def beside() -> bool:
+    """Returns whether parameters are gathered, or gradients reduced, at present."""
+    GATHERS[:] = [work for work in GATHERS if not work.is_completed()]
+    return bool(GATHERS) or not all(work.done() for work in PENDING)
+
+
 class Sleeper:
     """Stretches what blocks do to their priced times; what took too long is taken from the next sleep, `LATE_S` at most.
 
@@ -53,6 +74,8 @@ class Sleeper:
 
     def __init__(self) -> None:
         self.on, self.halves, self.owed_s, self.waited_s, self.late_s = False, False, 0.0, 0.0, 0.0
+        self._turn: Turn | None = None
+        self._collectives: dict[Any, int] = {}
 
     def clock(self) -> float:
         """Returns seconds without those waited for collectives inside blocks."""
@@ -63,17 +86,34 @@ class Sleeper:
         owed_s = self.owed_s + seconds - (self.clock() - since)
         self.owed_s = max(owed_s, -LATE_S)
         self.late_s += self.owed_s - owed_s
-        if self.owed_s > 0:
-            begin = time.perf_counter()
-            time.sleep(self.owed_s)
-            self.owed_s -= time.perf_counter() - begin
+        while self.owed_s > 0:
+            begin, slower = time.perf_counter(), COMPUTE_SLOWDOWN if beside() else 1.0
+            time.sleep(min(SLICE_S, self.owed_s * slower))
+            self.owed_s -= (time.perf_counter() - begin) / slower
+
+    def enter(self, key: Any, seconds: float) -> None:
+        """Begins a pass of a block."""
+        self._turn = Turn(key, seconds / (self._collectives.get(key, 0) + 1), seconds, self.clock())
+
+    def collective(self) -> None:
+        """Sleeps for the part of a pass before a collective inside of it; as many are expected as the last one had."""
+        if (turn := self._turn) is not None:
+            turn.seen += 1
+            part_s = min(turn.part_s, turn.left_s - turn.part_s)
+            if part_s > 0 and self.on:
+                self.pay(part_s, turn.since)
+                turn.left_s, turn.since = turn.left_s - part_s, self.clock()
+
+    def leave(self) -> None:
+        """Ends a pass of a block."""
+        if (turn := self._turn) is not None:
+            self._turn, self._collectives[turn.key] = None, turn.seen
+            self.pay(turn.left_s, turn.since)
 
     def stretch(self, block: Any, forward_s: float, backward_s: float, weight_s: float) -> None:
         """Hooks of a block: its forward, and its backward from the gradient of its output to that of its input."""
         import torch
         from torch.utils import _pytree as pytree
-
-        begins: list[float] = []
 
         def first(values: Any) -> Any:
             return next((v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor) and v.requires_grad), None)
@@ -82,26 +122,25 @@ class Sleeper:
             return backward_s - (weight_s if self.halves else 0.0)
 
         def before(module: Any, args: Any, kwargs: Any) -> None:
-            begins.append(self.clock())
+            self.enter((id(block), "forward"), forward_s)
 
         def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            since = begins.pop()
             if not self.on:
                 return
-            self.pay(forward_s, since)
+            self.leave()
             taken, made = first((args, kwargs)), first(output)
             if made is None:
                 return
             if taken is None:
                 made.register_hook(lambda gradient: self.pay(backward_s_now(), self.clock()))
             else:
-                entered: list[float] = []  # after the hooks of the tensor, in one of which the next block sleeps
-                made.grad_fn.register_prehook(lambda gradients: entered.append(self.clock()))
+                # after the hooks of the tensor, in one of which the next block sleeps
+                made.grad_fn.register_prehook(lambda gradients: self.enter((id(block), self.halves), backward_s_now()))
                 hooks: list[Any] = []  # removed when called: stages keep what they receive into from step to step
 
                 def leaves(gradient: Any) -> None:
                     hooks.pop().remove()
-                    self.pay(backward_s_now(), entered.pop() if entered else self.clock())
+                    self.leave()
 
                 hooks.append(taken.register_hook(leaves))
 
@@ -114,6 +153,7 @@ def run(cell: dict[str, Any], strategy: Strategy, mine: list[dict[str, Any]]) ->
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
+    from torch.nn.parallel import DistributedDataParallel
 
     from rlplace.model.zoo import load_model
     from rlplace.runtime.base import activity
@@ -126,6 +166,9 @@ def run(cell: dict[str, Any], strategy: Strategy, mine: list[dict[str, Any]]) ->
     modules = dict(loaded.module.named_modules())
     plan = PlacementPlan("0" * 64, "emulated", 0, np.zeros(0, dtype=np.int32), strategy=strategy)
     model = distribute(loaded.module, plan, loaded.example_inputs, loss=loaded.loss, device="cpu")
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            module.register_comm_hook(None, averaged)
     optimizer = torch.optim.SGD(model.parameter_groups(), lr=0.0)
     sleeper = Sleeper()  # hooks of a model that is being distributed are refused in tensor groups
     for sleeps in mine:
@@ -142,7 +185,7 @@ def run(cell: dict[str, Any], strategy: Strategy, mine: list[dict[str, Any]]) ->
 
     def slow_update() -> None:
         for work in PENDING:
-            work.wait()
+            work.result()
         PENDING.clear()
         begin = sleeper.clock()
         update()
@@ -166,8 +209,19 @@ def run(cell: dict[str, Any], strategy: Strategy, mine: list[dict[str, Any]]) ->
 
 
 PENDING: list[Any] = []
+GATHERS: list[Any] = []
+WAITERS = ThreadPoolExecutor(64)  # gloo's works of reductions say nothing until they are waited for
 LIBRARY: list[Any] = []
 CHUNKS: dict[str, Any] = {}
+
+
+def averaged(state: None, bucket: Any) -> Any:
+    """Averages a bucket of DistributedDataParallel, as it does itself."""
+    import torch.distributed as dist
+
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    GATHERS.append(work)
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 def as_a_gpu() -> None:
@@ -180,13 +234,20 @@ def as_a_gpu() -> None:
     from torch.distributed.pipelining import PipelineStage
 
     def scatter(output: Any, input: Any, op: Any = None, group: Any = None, async_op: bool = False) -> None:
-        PENDING.append(dist.reduce_scatter_tensor(output, input, group=group, async_op=True))
+        PENDING.append(WAITERS.submit(dist.reduce_scatter_tensor(output, input, group=group, async_op=True).wait))
 
     def reduce(tensor: Any, op: Any = None, group: Any = None, async_op: bool = False) -> None:
-        PENDING.append(dist.all_reduce(tensor, group=group, async_op=True))
+        PENDING.append(WAITERS.submit(dist.all_reduce(tensor, group=group, async_op=True).wait))
 
-    beside = {"reduce_scatter_single": scatter, "reduce_scatter_tensor": scatter, "all_reduce": reduce}
-    collectives.dist = SimpleNamespace(**{**vars(dist), **beside})
+    gather_name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        work = getattr(dist, gather_name)(*args, **kwargs)
+        GATHERS.extend([work] if work is not None else [])
+        return work
+
+    names = {"reduce_scatter_single": scatter, "reduce_scatter_tensor": scatter, "all_reduce": reduce, gather_name: gather}
+    collectives.dist = SimpleNamespace(**{**vars(dist), **names})
     wait, kernel = torch.ops._c10d_functional.wait_tensor.default, DispatchKeySet(DispatchKey.PrivateUse1)
 
     def waited(waits: Any, *args: Any) -> Any:
@@ -198,6 +259,13 @@ def as_a_gpu() -> None:
 
     LIBRARY.append(torch.library.Library("_c10d_functional", "IMPL"))  # waits of Python and of backwards in C++ are here
     LIBRARY[0].impl("wait_tensor", partial(waited, partial(wait.redispatch, kernel)), "CPU")  # torch has one for all devices
+
+    def begun(op: Any, *args: Any) -> Any:
+        CHUNKS["sleeper"].collective()
+        return op.redispatch(kernel, *args)
+
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
+        LIBRARY[0].impl(name, partial(begun, getattr(torch.ops._c10d_functional, name).default), "CPU")
     gathered = FSDPParamGroup.wait_for_unshard
     FSDPParamGroup.wait_for_unshard = lambda self: waited(gathered, self)  # of experts inside of blocks
     first, second = PipelineStage.backward_one_chunk, PipelineStage.backward_weight_one_chunk

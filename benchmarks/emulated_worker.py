@@ -92,8 +92,12 @@ class Sleeper:
             self.owed_s -= (time.perf_counter() - begin) / slower
 
     def enter(self, key: Any, seconds: float) -> None:
-        """Begins a pass of a block."""
-        self._turn = Turn(key, seconds / (self._collectives.get(key, 0) + 1), seconds, self.clock())
+        """Begins a pass of a block; half of one without collectives comes first, as gradients come evenly over its time."""
+        expected = self._collectives.get(key, 0)
+        self._turn = Turn(key, seconds / (expected + 1), seconds, self.clock())
+        if not expected and self.on:
+            self.pay(seconds / 2, self._turn.since)
+            self._turn.left_s, self._turn.since = seconds / 2, self.clock()
 
     def collective(self) -> None:
         """Sleeps for the part of a pass before a collective inside of it; as many are expected as the last one had."""

@@ -76,10 +76,10 @@ class Experts:
             return "the model has no experts in grouped or batched products; leave expert at 1"
         return f"expert degree {degree} does not divide {self.most} experts" if self.most % degree else None
 
-    def spread(self, layout: TensorLayout | None, cut: Cut, of_op: NDArray[np.int32]) -> TensorLayout:
+    def spread(self, layout: TensorLayout | None, cut: Cut, of_op: NDArray[np.int32], busiest: float) -> TensorLayout:
         """Returns a layout in which an expert group spreads the experts, from that of the tensor group (None: one device).
 
-        `of_op` is int32 [N], the block of every op.
+        `of_op` is int32 [N], the block of every op; `busiest` the tokens of the busiest device, for which all wait, over the mean.
         """
         graph, rows = self.graph, cut.tensor
         layout = layout or _whole(graph)
@@ -95,7 +95,7 @@ class Experts:
         for ends in self.sent:
             block = int(of_op[ends[0][0]])
             for when in (FORWARD_PASS, BACKWARD_PASS):
-                collectives += [LayoutCollective(block, op, tensor, when, EXPERT_ALL_TO_ALL) for op, tensor in ends]
+                collectives += [LayoutCollective(block, op, tensor, when, EXPERT_ALL_TO_ALL, busiest) for op, tensor in ends]
         if rows > 1:
             # Every device of the tensor group has the output of its own tokens, and the gradients of what it took of its input.
             ahead, behind = (

@@ -413,7 +413,8 @@ class PricedBlocks:
         if cut.expert > 1:
             base = self._layout(dataclasses.replace(cut, expert=1))
             key = "spread", cut.tensor, cut.sequence_parallel, cut.expert
-            return self._once(key, lambda: self._experts.spread(base, cut, self.blocks.of_op))
+            busiest = self._table.busiest(cut.expert)
+            return self._once(key, lambda: self._experts.spread(base, cut, self.blocks.of_op, busiest))
         if cut.tensor == 1:
             return None
         return self._once(

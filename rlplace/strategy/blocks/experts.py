@@ -79,7 +79,7 @@ class Experts:
     def spread(self, layout: TensorLayout | None, cut: Cut, of_op: NDArray[np.int32], busiest: float) -> TensorLayout:
         """Returns a layout in which an expert group spreads the experts, from that of the tensor group (None: one device).
 
-        `of_op` is int32 [N], the block of every op; `busiest` the tokens of the busiest device, for which all wait, over the mean.
+        `of_op` is int32 [N], the block of every op; `busiest` tokens of the busiest device, for which all wait, over the mean.
         """
         graph, rows = self.graph, cut.tensor
         layout = layout or _whole(graph)

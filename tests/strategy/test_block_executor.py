@@ -14,7 +14,7 @@ from rlplace.cluster.links import Links
 from rlplace.errors import InputError
 from rlplace.plan.schedule import SCHEDULES
 from rlplace.strategy.costs import Cut
-from rlplace.strategy.drafts import Draft, Mesh
+from rlplace.strategy.drafts import Draft, Mesh, joined, plain_draft
 from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.executor.meshes import copy_groups, lanes, share_groups, tensor_groups
 from rlplace.strategy.executor.traffic import SIZES, ClusterTraffic, table_s
@@ -290,6 +290,24 @@ def test_groups_that_share_a_card_wait_for_each_other():
     assert together == pytest.approx(4 * alone, rel=2e-3)  # they start together, so the latency counts once
     one = table_s(traffic.table("all_reduce", ((0, 1),)), 1e9)
     assert table_s(traffic.table("all_reduce", ((0, 1), (2, 3), (4, 5), (6, 7))), 1e9) == one
+
+
+def test_the_devices_of_a_place_divide_what_pipelines_trade():
+    """Two copies beside a chain of two: each copy trades half of every block, and then gives its sums to the other."""
+    costs, cluster = drawn(3, "a100-80g:4x1,eth=25g", blocks=4)
+    costs = dataclasses.replace(costs, ties=(), known={})
+    copies = plain_draft((0, 4), [Mesh((0, 1), replicate=2)])
+    chain = plain_draft((0, 2, 4), [Mesh((2,)), Mesh((3,))], microbatches=(2,), schedule="1f1b")
+    evaluator, traffic = DraftEvaluator(costs, cluster), ClusterTraffic(cluster)
+    alone_s = max(evaluator.evaluate(one).passes_s for one in (copies, chain))
+    held = costs.held()
+    whole = (held.gradient_bytes * held.gradient_item).tolist()
+    trades = [traffic.table("all_gather", ((0, 2 + block // 2),)) for block in range(4)]
+    gives = traffic.table("all_gather", ((0, 1),))
+    copy_s = sum(table_s(table, size) + table_s(gives, size) for table, size in zip(trades, whole, strict=True))
+    stages_s = [sum(table_s(trades[block], 2 * whole[block]) for block in blocks) for blocks in ((0, 1), (2, 3))]
+    sum_s = evaluator.evaluate(joined((copies, chain))).passes_s - alone_s
+    assert sum_s == pytest.approx(max(copy_s, *stages_s), rel=1e-9)
 
 
 @pytest.mark.parametrize("mesh", [{"replicate": 2, "shard": 2}, {"shard": 2, "tensor": 2}], ids=["copies", "tensor groups"])

@@ -125,8 +125,9 @@ def _gradient_sum_s(pipelines: Sequence[Draft], costs: BlockCosts, traffic: Clus
         holders = [(number, places_of(pipeline, (block,))[0]) for number, pipeline in enumerate(pipelines)]
         places = [pipelines[number].places[place] for number, place in holders]
         groups = tie_groups(places)
-        traded_s = table_s(traffic.table("all_gather", groups), len(places) * float(whole[block]) / len(groups))
+        table = traffic.table("all_gather", groups)
         for (number, place), mesh in zip(holders, places, strict=True):
+            traded_s = table_s(table, len(places) * float(whole[block]) / len(mesh.devices))
             given_s = table_s(traffic.table("all_gather", copy_groups(mesh)), float(parts[number][place][block]))
             spent[number, place] += traded_s + given_s  # type: ignore[assignment]
     return max(spent.values())

@@ -81,7 +81,7 @@ class GradientSums:
         copies: dict[str, _Copy] = {}
         for rank, others in enumerate(gather_objects(told)):
             for name, kind, holder, part in others:
-                copies.setdefault(name, _Copy(*kind, {})).parts.setdefault(holder, {})[rank] = part
+                copies.setdefault(name, _Copy(kind[0], kind[1], kind[2], {})).parts.setdefault(holder, {})[rank] = part
         copies = {name: copy for name, copy in sorted(copies.items()) if len(copy.parts) > 1}
         self._own = [row for row in self._own if row[0] in copies]
         self._counts = {name: len(copy.parts) for name, copy in copies.items()}

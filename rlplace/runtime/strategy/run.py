@@ -92,6 +92,8 @@ def prepare(
         raise InputError(f"native: {reason}")
     if mixed_precision is not None and mixed_precision.output_dtype is not None and len(strategy.stages) > 1:
         raise InputError("native: output_dtype would cast what stages of a pipeline send; leave it out")
+    if loss is not None and any(stage.axis("context") > 1 for stage in strategy.stages):
+        raise InputError("native: a loss outside of the model is not computed by parts of the positions; plan with context=1")
     if mixed_precision is not None and (facts.batch_norm or facts.sync_norm):
         raise InputError("native: mixed_precision casts no running statistics, which norms keep here; use torch.autocast")
     if batching is not None and batching.share == "replica" and len(strategy.pipelines) > 1:
@@ -116,8 +118,6 @@ def prepare(
         )
         return make(**more)
     stage = pipeline.stages[0]
-    if place.context > 1 and loss is not None:
-        raise InputError("native: a loss outside of the model is not computed by parts of the positions; plan with context=1")
     join_statistics(model, place, everywhere=strategy.statistics == "batch")
     captured = capture(model, example_inputs, named) if stage.sequence_parallel else None
     attending = observe_attention(model, example_inputs, named) if place.context > 1 else None

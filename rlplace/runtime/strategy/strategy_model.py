@@ -139,7 +139,7 @@ class StrategyModel(DistributedModel):
         Returns:
             The mean loss over the batch, the same on every rank.
         """
-        if self.place.context > 1:
+        if any(stage.axis("context") > 1 for stage in self.strategy.stages):
             raise InputError("native: step takes a loss of the output, which is of a part of the positions; call the model")
         self._reduction = self.batching.reduction
         value, stash = self._run(self._passes(batch, self._names), loss)

@@ -126,6 +126,7 @@ def part_of(parameter: torch.Tensor) -> Part:
                 placements.append(StridedShard(0, split_factor=cut.split_factor) if strided else Shard(0))  # type: ignore[union-attr]
         whole = torch.arange(size, device=parameter.device)
         indices = distribute_tensor(whole, parameter.device_mesh, placements, src_data_rank=None).to_local().tolist()
+        assert indices == sorted(indices)  # messages have elements in this order on both sides
         starts = [n for n, index in enumerate(indices) if not n or index != indices[n - 1] + 1]
         ends = [*starts[1:], len(indices)]
         found.append(tuple((indices[a], indices[b - 1] + 1) for a, b in zip(starts, ends, strict=False)))

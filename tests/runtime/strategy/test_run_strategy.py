@@ -14,7 +14,7 @@ from rlplace.plan.prediction import Prediction
 from rlplace.planned import Planned
 from tests.runtime import equality
 from tests.runtime.job.launch import forked
-from tests.runtime.strategy.native_cases import chain, flat
+from tests.runtime.strategy.native_cases import beside, chain, flat
 
 pytest.importorskip("transformers")
 
@@ -64,7 +64,9 @@ def test_a_pipeline_of_shared_stages_equals_the_plain_model(tmp_path):
 @pytest.mark.slow
 def test_another_strategy_goes_on_from_a_checkpoint(tmp_path):
     first, second, folder = tmp_path / "p.plan.json", tmp_path / "t.plan.json", tmp_path / "checkpoints"
-    strategies = chain("short", HALVES, "1f1b", mesh={"shard": 2}, sharding=1), flat("short", {"shard": 2, "tensor": 2}, 3)
+    shares, group = {"batch": 6, "devices": (0, 3)}, {"batch": 2, "devices": (1, 2)}
+    unlike = beside(flat("short", {"shard": 2}, 3, **shares), flat("short", {"tensor": 2}, 0, **group))
+    strategies = chain("short", HALVES, "1f1b", mesh={"shard": 2}, sharding=1), unlike
     for path, strategy in zip((first, second), strategies, strict=True):
         strategy_plan(path, strategy, captured=True)
     whole = run_verified(first, "--steps", 4, "--clip", 0.5)

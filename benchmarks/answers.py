@@ -5,7 +5,7 @@
     python -m benchmarks.answers --table                  the table again
 
 Weights and gradients are in bfloat16, state is Adam's of the same dtype: a step is what `rlplace place` predicts, nothing was
-run. Practice: recipes and measured steps of NVIDIA's Megatron Bridge and Megatron Core.
+run. A search ends after so many evaluations, not by the clock, so that the answer is the same on every machine.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ MODELS = {
     "gpt-oss-120b": "hf:gpt_oss",
 }
 PRACTICE = {
-    "Qwen3-30B-A3B": "TP 4, PP 2, EP 4 (recipe); 16 H100: PP 2, EP 8, 5,275 tokens/s a card in FP8",
-    "Mixtral 8x7B": "64 H100: PP 4, EP 8",
-    "Mixtral 8x22B": "256 H100: TP 4, PP 4, EP 8",
-    "DeepSeek-V3": "1,024 cards: TP 2, PP 16, EP 64 (recipe)",
+    "Qwen3-30B-A3B": "TP 4, PP 2, EP 4; 16 H100 in FP8: PP 2, EP 8, 5,275 tokens/s a card",
+    "Mixtral 8x7B": "64 H100: PP 4, EP 8, 468 TFLOP/s a card",
+    "Mixtral 8x22B": "128 H100: TP 4, PP 8, EP 2",
+    "DeepSeek-V3": "TP 2, PP 16, EP 64",
     "gpt-oss-120b": "64 H100: PP 4, EP 8, micro-batches of 4, 5,630 tokens/s a card",
 }
+"""Of Megatron Bridge (recipes, and its performance summary 25.11), for Mixtral of Megatron Core (README of its mixtures)."""
+
 LONG = {32768: 32, 131072: 8, 1048576: 1}
 """Tokens of a sample to samples a step on 8 devices, for Llama 3 8B."""
 

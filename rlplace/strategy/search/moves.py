@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from math import gcd
+from typing import Any
 
 from rlplace.plan.strategy import CONTEXT_METHODS, GATHER
 from rlplace.strategy.drafts import Draft, Mesh, plain_draft
@@ -303,5 +304,11 @@ def at_level(place: Mesh, level: int) -> Mesh:
     sequence = place.sequence_parallel and place.tensor > 1
     method = place.context_method if place.context > 1 else GATHER
     tables = place.data_degree if place.tables > 1 and place.context * place.tensor * expert == 1 else 1
-    made = {"sharding": sharding, "expert": expert, "sequence_parallel": sequence, "context_method": method, "tables": tables}
+    made: dict[str, Any] = {
+        "sharding": sharding,
+        "expert": expert,
+        "sequence_parallel": sequence,
+        "context_method": method,
+        "tables": tables,
+    }
     return place if all(getattr(place, key) == value for key, value in made.items()) else dataclasses.replace(place, **made)

@@ -298,14 +298,13 @@ def test_the_devices_of_a_place_divide_what_pipelines_trade():
     costs = dataclasses.replace(costs, ties=(), known={})
     copies = plain_draft((0, 4), [Mesh((0, 1), replicate=2)])
     chain = plain_draft((0, 2, 4), [Mesh((2,)), Mesh((3,))], microbatches=(2,), schedule="1f1b")
-    evaluator, traffic = DraftEvaluator(costs, cluster), ClusterTraffic(cluster)
+    evaluator = DraftEvaluator(costs, cluster)
     alone_s = max(evaluator.evaluate(one).passes_s for one in (copies, chain))
     held = costs.held()
     whole = (held.gradient_bytes * held.gradient_item).tolist()
-    trades = [traffic.table("all_gather", ((0, 2 + block // 2),)) for block in range(4)]
-    gives = traffic.table("all_gather", ((0, 1),))
-    copy_s = sum(table_s(table, size) + table_s(gives, size) for table, size in zip(trades, whole, strict=True))
-    stages_s = [sum(table_s(trades[block], 2 * whole[block]) for block in blocks) for blocks in ((0, 1), (2, 3))]
+    latency, rate = cluster.links.latency_s[0, 1], cluster.links.bandwidth_bytes_per_s[0, 1]  # of all pairs
+    copy_s = sum(2 * (latency + size / 2 / rate) for size in whole)
+    stages_s = [sum(latency + whole[block] / rate for block in blocks) for blocks in ((0, 1), (2, 3))]
     sum_s = evaluator.evaluate(joined((copies, chain))).passes_s - alone_s
     assert sum_s == pytest.approx(max(copy_s, *stages_s), rel=1e-9)
 

@@ -2,9 +2,8 @@
 
 Unlike pipelines beside each other: each runs its own samples, then all sum the gradients of every block, and update. The sum
 waits for the last pipeline's passes, and nothing runs beside it. The devices of each place with a block divide it; those that
-answer for the same part trade theirs, which takes as long as an all-gather of all that they answer for among one device of each
-place (`meshes.tie_groups`), and an all-gather of the sums among the copies of a place follows, block after block. Places
-without a common block sum at once.
+answer for the same part send theirs to each other, one device of each place (`meshes.tie_groups`), and then their sums to the
+copies of their place, block after block. Places without a common block sum at once.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor import arrays as c
 from rlplace.strategy.executor.meshes import check_draft, copy_groups, expert_share_degree, places_of, share_degree, tie_groups
 from rlplace.strategy.executor.packing import NO_TIES, Frame, Packer
-from rlplace.strategy.executor.traffic import ClusterTraffic, table_s, tie_part
+from rlplace.strategy.executor.traffic import ClusterTraffic, tie_part
 
 PARTS = ("compute", "tensor", "gather", "exchange", "hand_over", "bubble", "update")
 """Parts of a step on its busiest place: ops; collectives inside blocks; exposed gathers of parameters; exposed exchange of
@@ -125,10 +124,10 @@ def _gradient_sum_s(pipelines: Sequence[Draft], costs: BlockCosts, traffic: Clus
         holders = [(number, places_of(pipeline, (block,))[0]) for number, pipeline in enumerate(pipelines)]
         places = [pipelines[number].places[place] for number, place in holders]
         groups = tie_groups(places)
-        table = traffic.table("all_gather", groups)
         for (number, place), mesh in zip(holders, places, strict=True):
-            traded_s = table_s(table, len(places) * float(whole[block]) / len(mesh.devices))
-            given_s = table_s(traffic.table("all_gather", copy_groups(mesh)), float(parts[number][place][block]))
+            copies = copy_groups(mesh)
+            traded_s = traffic.exchanged_s(groups, float(whole[block]) / len(mesh.devices))
+            given_s = traffic.exchanged_s(copies, float(parts[number][place][block]) / len(copies[0]))
             spent[number, place] += traded_s + given_s  # type: ignore[assignment]
     return max(spent.values())
 

@@ -168,6 +168,14 @@ class ClusterTraffic:
             border: Way(*self._sent(pairs)[:2], part, tuple(sorted(held[border]))) for border, (pairs, part) in borders.items()
         }
 
+    def exchanged_s(self, groups: Groups, size_bytes: float) -> float:
+        """Returns seconds in which all devices of each group send so many bytes to each other one of it."""
+        pairs = tuple((i, j) for group in groups for i in group for j in group if i != j)
+        if not pairs or size_bytes <= 0.0:
+            return 0.0
+        latency, s_per_byte, _ = self._sent(pairs)
+        return latency + size_bytes * s_per_byte
+
     def _sent(self, pairs: Pairs) -> tuple[float, float, list[int]]:
         """Returns latency, seconds per byte of each pair, and channels, when all pairs send at once."""
         if pairs not in self._pairs:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.strategy.why_not import Conduct, ModelFacts, TensorFacts, why_not
+from rlplace.runtime.strategy.why_not import Conduct, ContextFacts, ModelFacts, TensorFacts, why_not
 from tests.runtime.strategy.native_cases import BLOCKS, beside, chain, flat
 
 SHARED, HALVES = {"mesh": {"shard": 2}, "sharding": 1}, [(0, 1), (2, 3)]
@@ -41,6 +41,7 @@ def reason(data, facts, torch_version="2.13.0"):
         (chain("llama", HALVES, "1f1b", mesh=[{"replicate": 2}, {"shard": 2}], sharding=[0, 1]), facts_of(no_samples="why")),
         (SHARDED, facts_of(no_cut="why")),
         (COPIES, ModelFacts(hooked=("a",))),
+        (STAGED | {"stages": [STAGED["stages"][0] | {"expert": 2}, STAGED["stages"][1]]}, None),
         (COPIES | {"buffers": "replica"}, facts_of({"written": ("mean",)}, ())),
         (COPIES, facts_of({"reduction": ""}, ())),
         (COPIES | {"couple": "gather"}, facts_of({"reduction": ""}, ())),
@@ -50,9 +51,21 @@ def test_runs(data, facts):
     assert reason(data, facts) is None
 
 
+PARTS, RING, HEADS = (
+    flat("llama", {"context": 4}, 0, batch=2, **how) for how in ({}, {"context_method": "ring"}, {"context_method": "heads"})
+)
+
+
+def of_attention(**facts):
+    return ModelFacts(context=ContextFacts(**facts))
+
+
 REFUSED = [
-    (flat("llama", {"context": 4}, 0, batch=2), ModelFacts(no_context="why"), "no context parallelism: why"),
-    (flat("llama", {"context": 4}, 0, batch=2), ModelFacts(positions=20), "20 positions cannot be cut into 8 parts"),
+    (PARTS, of_attention(no_context="why"), "no context parallelism: why"),
+    (PARTS, of_attention(positions=20), "20 positions cannot be cut into 8 parts"),
+    (RING, of_attention(no_ring="no way around"), "no way around; plan with another"),
+    (HEADS, of_attention(heads=6), "context 4 does not divide 6 heads"),
+    (HEADS, of_attention(heads=12, shared=(3,)), "context 4 neither divides 3 heads of keys"),
     (flat("llama", {"context": 4}, 0, batch=2), ModelFacts(batch_norm=True), "written by parts of the positions"),
     (chain("llama", HALVES, "1f1b", mesh={"context": 2}, sharding=0), None, "not run in pipelines"),
     (flat("llama", {"branch": 4}, 0, batch=2), None, "the axis branch is not run"),
@@ -62,8 +75,7 @@ REFUSED = [
     (SPREAD | {"microbatches": [1, 3, 2, 2]}, None, "each other's tokens"),
     (flat("llama", {"shard": 4}, 1, expert=2, offload="all"), None, "spread experts in host memory"),
     (flat("llama", {"shard": 2, "tensor": 2}, 1, expert=2, sequence_parallel=True), None, "take the whole sequence"),
-    (flat("llama", {"tensor": 4}, 0, expert=2), None, "the whole tensor group"),
-    (STAGED | {"stages": [STAGED["stages"][0] | {"expert": 2}, STAGED["stages"][1]]}, None, "unlike expert degrees"),
+    (flat("llama", {"tensor": 4}, 0, expert=2), None, "all of context x tensor; give expert 4"),
     (flat("llama", {"shard": 4}, 1, offload="optimizer"), None, "optimizer state alone"),
     (flat("llama", {"replicate": 4}, 0, offload="all"), None, "CPUOffloadPolicy"),
     (chain("llama", HALVES, "1f1b", offload="all", **SHARED), None, "offload in a pipeline"),

@@ -11,7 +11,9 @@ from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import collective_s
 from rlplace.cost.table import IMBALANCE, CostTable
 from rlplace.errors import InputError
+from rlplace.model.capture.capture import capture
 from rlplace.model.graph.opgraph import UPDATE
+from rlplace.model.zoo import load_model
 from rlplace.plan.strategy import CONTEXT_METHODS, uniform_words
 from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.costs import CONTEXT_ALL_TO_ALL, CONTEXT_GATHER, CONTEXT_SCATTER, EXPERT_ALL_TO_ALL, RINGS, Cut
@@ -178,6 +180,22 @@ def test_other_methods_of_the_context_by_hand(name: str, keys: float, packed: in
     )
     assert (hidden >= 0).all() and hidden == pytest.approx(np.maximum(bare - ring.hidden_s, 0))
     assert "cannot be dealt to 4" in str(blocks.why_not(Cut(4, 2, context=2, context_method="heads")))
+
+
+def test_keys_that_queries_share_travel_once() -> None:
+    """The capture repeats two heads for four; causal attention runs without that, and one head a device of a tensor group."""
+    loaded = load_model(
+        "hf:llama,num_hidden_layers=1,hidden_size=32,num_attention_heads=4,num_key_value_heads=2", batch=2, seq=16
+    )
+    blocks = PricedBlocks(capture(loaded.module, loaded.example_inputs, loss=loaded.loss), "h100:8")
+    head = 2 * 16 * 8 * 4  # samples, positions, width, floats
+    for tensor in (1, 2, 4):
+        cut = Cut(2, tensor, context=2)
+        both = 4 * head / min(tensor, 2)
+        assert blocks.passes(0, cut).collective_bytes[:, RINGS, LAYER].tolist() == [[both, 0], [0, both]]
+    for tensor in (1, 2):  # half the positions of queries and results; of keys and values of two heads, one of them repeated
+        heads = blocks.passes(0, Cut(2, tensor, context=2, context_method="heads"))
+        assert (heads.collective_bytes[:, CONTEXT_ALL_TO_ALL, LAYER] == 2 * 4 / tensor * head / 2 + 2 * head).all()
 
 
 def test_both_groups_divide_what_both_cut() -> None:

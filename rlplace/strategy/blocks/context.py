@@ -151,20 +151,35 @@ def _exchanges(ops: ForwardOps, op: int, cut: Cut) -> list[LayoutCollective]:
     made = max(ops.makes[op], key=lambda tensor: int(graph.tensor_bytes[tensor]))
     if not queries:  # all three are parts of one tensor: each is as large as what is made
         queries, keys = [made], [made, made]
+    heads = graph.op_dims.get(op, {}).get("heads", 1)
+    sent = [max(cut.tensor / heads, _shared(graph, op, key)) for key in keys]  # at least one head
     ahead, behind = FORWARD_PASS, BACKWARD_PASS
-    gathers = (ahead, CONTEXT_GATHER, 1.0), (behind, CONTEXT_SCATTER, 1.0)
-    moves = [(tensor, *one) for tensor in keys for one in gathers]
+    gathers = (ahead, CONTEXT_GATHER), (behind, CONTEXT_SCATTER)
+    moves = [(key, when, kind, times) for key, times in zip(keys, sent, strict=True) for when, kind in gathers]
     if cut.context_method == RING:
         wide = 2.0 if graph.op_dtype[op] in ("bfloat16", "float16") else 1.0
-        moves = [(tensor, when, CONTEXT_GATHER, 1.0) for tensor in keys for when in (ahead, behind)]
-        moves += [(tensor, behind, CONTEXT_SCATTER, wide) for tensor in keys]
+        moves = [(key, when, CONTEXT_GATHER, times) for key, times in zip(keys, sent, strict=True) for when in (ahead, behind)]
+        moves += [(key, behind, CONTEXT_SCATTER, wide * times) for key, times in zip(keys, sent, strict=True)]
     if cut.context_method == HEADS:
-        heads = graph.op_dims.get(op, {}).get("heads", 1)
-        shared = [max(1.0, heads * graph.tensor_bytes[key] / graph.tensor_bytes[made] / cut.tensor) for key in keys]
-        times = [1.0, *(max(1.0, cut.context / own) for own in shared), 1.0]
-        pairs = zip((queries[0], *keys, made), times, strict=True)
-        moves = [(tensor, when, CONTEXT_ALL_TO_ALL, more) for tensor, more in pairs for when in (ahead, behind)]
+        own = [
+            heads / cut.tensor * times * graph.tensor_bytes[key] / graph.tensor_bytes[made]
+            for key, times in zip(keys, sent, strict=True)
+        ]
+        repeated = [times * max(1.0, cut.context / max(1.0, held)) for times, held in zip(sent, own, strict=True)]
+        pairs = zip((queries[0], *keys, made), (1.0, *repeated, 1.0), strict=True)
+        moves = [(tensor, when, CONTEXT_ALL_TO_ALL, times) for tensor, times in pairs for when in (ahead, behind)]
     return [LayoutCollective(int(ops.given[op]), op, *move) for move in moves]
+
+
+def _shared(graph: OpGraph, op: int, tensor: int) -> float:
+    """Returns the part of keys or values that is no copy for queries that share heads, which causal attention does without.
+
+    Models of transformers repeat heads where they make a mask, as captures and padded batches have it.
+    """
+    maker = int(graph.tensor_producer[tensor])
+    read = graph.edge_tensor[graph.consumers == maker]
+    repeats = graph.op_kind[maker] == "copy" and len(read) == 1 and bool(graph.op_dims.get(op, {}).get("causal"))
+    return min(1.0, float(graph.tensor_bytes[read[0]] / graph.tensor_bytes[tensor])) if repeats else 1.0
 
 
 def _attention(ops: ForwardOps) -> list[int]:

@@ -86,6 +86,7 @@ def imported_modules(path):
             yield node.module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("room", "path"), [pytest.param(r, p, id=str(p.relative_to(ROOT))) for r, p in sources()])
 def test_imports_point_one_way(room, path):
     for name in imported_modules(path):
@@ -118,6 +119,7 @@ def definitions(kind):
     return [(path, node) for path, node in nodes() if isinstance(node, kind)]
 
 
+@pytest.mark.slow
 def test_no_two_classes_have_one_name():
     places = {}
     for path, node in definitions(ast.ClassDef):

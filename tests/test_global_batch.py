@@ -59,6 +59,7 @@ def priced(graph, memory_bytes):
     return Priced.of(graph, dataclasses.replace(cluster, devices=devices), groups=24)
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_again_until_it_fits_op_by_op(graph):
     """The finer problem is made to need more, as with models whose tasks hide what their ops hold."""
 

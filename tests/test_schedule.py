@@ -27,6 +27,7 @@ def texts(path: Path) -> list[str]:
     return [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docs]
 
 
+@pytest.mark.slow
 def test_names_of_schedules_are_spelled_in_their_home_alone() -> None:
     spelled = {
         (name, str(path.relative_to(ROOT)))

@@ -49,6 +49,7 @@ def test_private_parts_are_recognized():
     assert sorted(private(ast.parse(text))) == ["nn.functional._f", "torch._C", "torch.utils._pytree"]
 
 
+@pytest.mark.slow
 def test_one_file_of_a_room_imports_private_parts():
     for folder in ("rlplace", "envs", "agents"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -99,6 +100,7 @@ def test_a_processor_has_no_synchronized_norm():
             layer(torch.ones(4, 2))
 
 
+@pytest.mark.slow
 def test_recurrent_layers_are_unrolled_over_time():
     class Count(model.TorchDispatchMode):
         def __init__(self):

@@ -1,5 +1,7 @@
 """The table at the end of a training: the agent beside classical planners on given cases."""
 
+import pytest
+
 from rlplace.agents.problems.cases import ProblemCase
 from rlplace.cli.compare import print_summaries
 from rlplace.explanation.compare.run import compare_agent
@@ -18,6 +20,7 @@ def cases():
     ]
 
 
+@pytest.mark.slow
 def test_the_table(tmp_path, make_checkpoint, capsys):
     make_checkpoint(tmp_path / "mine")
     every, branchy = compare_agent(tmp_path / "mine", cases(), planners=("single", "best", "annealing"), calls=24, seeds=2)

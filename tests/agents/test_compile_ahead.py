@@ -112,6 +112,7 @@ def signatures():
     return {name: len(kernel.signatures) for name, kernel in KERNELS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["generated", "toy", "loaded", "saved plan"])
 def test_nothing_is_compiled_after_the_warm_up(kind, tmp_path, agents):
     search.warm_up()

@@ -237,6 +237,7 @@ def test_a_graph_of_two_orders_is_encoded_once():
     assert policy._places.tolist() == [0, 1, 0, 1]
 
 
+@pytest.mark.slow
 def test_imitation_ends_at_the_plan(tmp_path):
     instance = instance_of(5, groups=10, devices=2, unlike=True)
     plan = np.arange(10, dtype=np.int32) % 2

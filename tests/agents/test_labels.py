@@ -164,6 +164,7 @@ def test_files_are_made_once(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in files} == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_what_was_cut_goes_on(tmp_path, error):
     whole = run(tmp_path / "whole")

@@ -32,6 +32,7 @@ def step_s(problem, plan):
     return line.step_time_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(6))
 def test_never_worse_than_best_and_feasible(agents, name, seed):
@@ -118,6 +119,7 @@ def test_run_planner_counts_floor_and_search(agents, tmp_path, make_checkpoint):
     assert ran.simulator_calls == floor.simulator_calls + 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_for_calls_and_seed(agents, name):
     problem = random_problem(3, num_groups=20, num_devices=4, memory_factor=1.5)

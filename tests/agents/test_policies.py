@@ -40,6 +40,7 @@ def outside(tmp_path_factory, monkeypatch):
     sys.modules.pop("rlplace_example_policy", None)
 
 
+@pytest.mark.slow
 def test_a_policy_from_outside_is_trained_saved_loaded_and_places(outside, tmp_path, capsys):
     policy = outside.train(str(tmp_path / "agent"), 256, envs=4)
     config = json.loads((tmp_path / "agent" / "config.json").read_text())

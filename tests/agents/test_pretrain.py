@@ -136,6 +136,7 @@ def test_a_file_that_is_written_anew_is_read_anew(files, tmp_path):
     assert not np.array_equal(pretrain._priced(tmp_path / "a").features, one.features)
 
 
+@pytest.mark.slow
 def test_the_shipped_agent_knows_which_moves_gain(tmp_path):
     """Its first choice has half of the best gain on random steps; with random weights next to nothing."""
     paths = []

@@ -79,6 +79,7 @@ def short_parts(monkeypatch):
     monkeypatch.setattr("rlplace.agents.train._FIT_PART", 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["perceptron", pytest.param("graph", marks=pytest.mark.slow)])
 def test_cut_anywhere_and_resumed(tmp_path, tiny, monkeypatch, policy):
     config, lines = tiny(steps=96, policy=policy), []

@@ -116,6 +116,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_wrong_row_is_refused_by_its_own_message(name: str, entry: Path, cases: dict[str, ProblemCase]) -> None:
     change, message = CHANGES[name]
@@ -149,6 +150,7 @@ CARDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CARDS)
 def test_a_wrong_card_is_refused_by_its_own_message(name: str, entry: Path) -> None:
     (key, value), message = CARDS[name]

@@ -67,6 +67,7 @@ PAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_that_of_its_rows(name):
     page, made = PAGES[name]
@@ -95,6 +96,7 @@ def test_parts_of_the_agents_table():
         assert len(lines) == 3 and all(f"| {named}: {line[2:]}\n" in page for line in lines)
 
 
+@pytest.mark.slow
 def test_the_rows_of_papers_are_whole():
     """Thirty-six graphs in one pass and in eight; one of them is planned again."""
     rows = {(row["model"], row["larger"]) for row in read_rows(study.ROWS)}

@@ -58,6 +58,7 @@ def last_line(text):
     return lines[0]
 
 
+@pytest.mark.slow
 def test_place_model_with_the_agent(capsys, tmp_path, agent):
     plan_file = tmp_path / "p.plan.json"
     code, out, _ = run(
@@ -75,6 +76,7 @@ def test_place_model_with_the_agent(capsys, tmp_path, agent):
     assert data["source"]["graph"]["model"] == TINY
 
 
+@pytest.mark.slow
 def test_capture_place_simulate(capsys, tmp_path):
     problem_file, plan_file, trace = (str(tmp_path / name) for name in ("x.problem.json", "p.plan.json", "t.json"))
     arguments = ("--cluster", "v100:2", "--seq", "16", "--batch", "4")
@@ -100,6 +102,7 @@ def test_capture_place_simulate(capsys, tmp_path):
     assert Problem.load(op_file).group_names == Problem.load(problem_file).group_names
 
 
+@pytest.mark.slow
 def test_plans_of_the_split_view_simulate_on_their_captured_view(capsys, tmp_path):
     problem_file, plan_file, trace = (str(tmp_path / name) for name in ("x.problem.json", "p.plan.json", "t.json"))
     arguments = (TINY, "--cluster", "v100:2", "--seq", "16", "--batch", "4")
@@ -170,6 +173,7 @@ def test_train_small(capsys, tmp_path):
     assert json.loads(out)["steps"] >= 1024
 
 
+@pytest.mark.slow
 def test_model_that_does_not_fit_ends_with_3_and_writes_nothing(capsys, tmp_path):
     plan_file = tmp_path / "p.plan.json"
     big = "hf:gpt2,n_layer=2,n_embd=16384,n_head=16"

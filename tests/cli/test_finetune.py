@@ -39,6 +39,7 @@ def words(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_session_and_the_next_one(words, tmp_path, capsys):
     code, out, err = command(capsys, *words, "--runs", "3", "--out", "best.plan.json")
     assert code == 0, err
@@ -84,6 +85,7 @@ def test_runs_of_others_count(words, tmp_path, capsys):
         assert code == 2 and said in err
 
 
+@pytest.mark.slow
 def test_where_nothing_works(words, capsys):
     before = signal.getsignal(signal.SIGTERM)
     code, _, err = command(capsys, *[word.replace("worker.py", "nothing.py") for word in words], "--runs", "2")

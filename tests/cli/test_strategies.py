@@ -34,6 +34,7 @@ def memory(capsys, *arguments):
     return json.loads(out)["predicted"]["memory"]
 
 
+@pytest.mark.slow
 def test_parts_add_up_and_the_plan_file_still_loads(capsys, tmp_path):
     path = tmp_path / "p.plan.json"
     found = memory(capsys, "--out", str(path))

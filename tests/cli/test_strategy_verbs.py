@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_simulate_gives_what_was_predicted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = rlplace.PlacementPlan.load(folder / "a.plan.json")
     code, out, _ = run(capsys, "simulate", folder / "a.plan.json", "--json", "--trace", folder / "a.trace.json")
@@ -68,6 +69,7 @@ def test_diff_says_which_words_differ(folder: Path, capsys: pytest.CaptureFixtur
     assert "pipelines beside it" in text and "1 of 2 on 1" in text
 
 
+@pytest.mark.slow
 def test_the_effect_of_a_word_is_that_of_the_strategy_with_it(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +94,7 @@ def test_diff_sets_a_strategy_beside_a_placement(folder: Path, tmp_path: Path, c
     assert f"{plan.predicted.step_s * 1e3:.3f}  other samples" in out
 
 
+@pytest.mark.slow
 def test_a_model_is_explained_by_the_strategy_that_place_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["explain", MODEL, "--cluster", "a100-80g:2", "--batch", "8", "--seq", "32", "--space", "shard=2 recompute=full"]
     code, out, err = run(capsys, *words, "--time-limit", "60", "--no-what-if")  # it ends when all was tried

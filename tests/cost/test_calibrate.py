@@ -158,6 +158,7 @@ def test_held_out_shapes_are_not_fitted():
     assert held.measured_s == pytest.approx(3.0 * plain.measured_s) and held.predicted_s == plain.predicted_s
 
 
+@pytest.mark.slow
 def test_a_model_at_another_batch_size_is_not_another():
     first, second, third = (
         measurement(sweep(f"aten.{name}.Tensor", "elementwise", 0.1, SIZES[::3]), model)

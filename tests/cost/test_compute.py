@@ -114,6 +114,7 @@ def test_more_bandwidth_on_the_same_chip_is_never_slower(op):
         assert explain_times(graph, KINDS["h200"]).seconds[0] <= explain_times(graph, KINDS["h100"]).seconds[0] * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(KINDS))
 def test_ops_grow_with_their_work(name):
     for op in OP_KINDS:

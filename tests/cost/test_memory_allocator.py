@@ -165,6 +165,7 @@ def sequences(draw):
     return ids, sizes
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(sequences(), st.sampled_from([1 << 40, 64 * MIB, 150 * MIB]))
 def test_agrees_with_the_slow_model(sequence, capacity):
@@ -194,6 +195,7 @@ OPTIONS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(sequences(), OPTIONS, st.sampled_from([None, 80 * MIB, 200 * MIB]))
 def test_invariants(sequence, options, capacity):

@@ -66,6 +66,7 @@ def test_peak_of_a_step(spec):
         assert found == pytest.approx(real, abs=16)
 
 
+@pytest.mark.slow
 def test_peak_under_autocast():
     spec, (batch, seq) = next(iter(MODELS.items()))
     real = real_peak(*build(spec, batch, seq), autocast=torch.bfloat16)
@@ -160,12 +161,14 @@ S, B, H, A = 256, 2, 96, 6
 GPT2 = f"hf:gpt2,vocab_size=500,n_embd={H},n_head={A},activation_function=gelu"
 
 
+@pytest.mark.slow
 def test_activations_of_a_layer_with_unfused_attention():
     """Korthikanti et al. (2022): s b h (34 + 5 a s / h); the norms' statistics (2 x 2 x 4 bytes a token) are not in it."""
     found = layer_bytes(f"{GPT2},attn_implementation=eager", B, S, "n_layer", dtype="bf16") / (S * B * H)
     assert found == pytest.approx(34 + 5 * A * S / H, abs=16 / H + 0.01)
 
 
+@pytest.mark.slow
 def test_activations_of_a_layer_with_fused_attention():
     """No scores and masks; instead the log-sum-exp, and the attention mask that is made when the model is traced."""
     found = layer_bytes(GPT2, B, S, "n_layer", dtype="bf16") / (S * B * H)

@@ -33,6 +33,7 @@ def model_bytes(graph):
     return held + int(graph.tensor_bytes[read].sum())
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(graphs, st.integers(1, 20))
 def test_levels_agree_on_one_device(graph, groups):

@@ -84,6 +84,7 @@ def made(name: str) -> Problem:
     return collective() if name == "collective" else problem_from_dict(problems()[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*problems(), "collective"])
 @pytest.mark.parametrize("env_id", IDS)
 @pytest.mark.parametrize("observation", ["indexed", "full"])

@@ -19,6 +19,7 @@ def scenarios(count=4):
     return [scenario for scenario in found if math.isfinite(scenario.least_s)]
 
 
+@pytest.mark.slow
 def test_rewards_add_up_to_what_was_won():
     env, rng = ClusterEnv(scenarios(), runs=6), np.random.default_rng(0)
     for episode in range(8):
@@ -104,6 +105,7 @@ def test_a_log_of_real_runs_is_replayed():
     assert info["over"] == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_a_reward_of_ones_own_counts_what_the_best_run_is_worth():
     env = ClusterEnv(reward=lambda step_s, least_s: -step_s / least_s, run_cost=0.0, loss_cost=0.0)
     env.reset(seed=0)

@@ -156,6 +156,7 @@ def test_the_best_device_is_an_allowed_one():
     assert env.action_masks().tolist() == [False, True]
 
 
+@pytest.mark.slow
 def test_least_finish_delay_is_list_scheduling():
     """Following the feature alone is near the classical planners: the network starts there."""
     ratios = []
@@ -201,6 +202,7 @@ def cases(draw, hosts=(1,)):
     return one, two, new.astype(np.int32), plan, rng
 
 
+@pytest.mark.slow
 @settings(max_examples=60, derandomize=True)
 @given(cases())  # one host: where transfers meet at network cards, which of two equals goes first depends on device numbers
 def test_moves(case):
@@ -220,6 +222,7 @@ def test_moves(case):
         np.testing.assert_allclose(a, b, rtol=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, derandomize=True)
 @given(cases(hosts=(1, 2)))
 def test_construction(case):

@@ -42,6 +42,7 @@ def test_every_kind_has_every_split():
 WHOLE = [(name, {"observation": "full"}) for name in ("rlplace/Placement-v0", "rlplace/Refinement-v0")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in IDS), *WHOLE])
 def test_both_checkers_have_nothing_to_say(name, options, small_splits):
     with warnings.catch_warnings():
@@ -54,6 +55,7 @@ def test_both_checkers_have_nothing_to_say(name, options, small_splits):
         assert set(small_splits) == {name.split("-")[1]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in IDS if gym.registry[name].vector_entry_point])
 def test_vector_entry_points_are_what_make_vec_takes(name, small_splits):
     with warnings.catch_warnings():

@@ -70,6 +70,7 @@ def greedy(env):
     return int(env.move_scores().argmax())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["uniform", "floor", "random"])
 def test_both_checkers_have_nothing_to_say(start):
     with warnings.catch_warnings():
@@ -89,6 +90,7 @@ def test_vector_environments_stack_infos():
     assert over.all() and infos["compute_s"].shape == (3, 4) and infos["strategy"]["batch"].tolist() == [8] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "refused"), [(ROOMY, 0), (UNLIKE, 0), (TIGHT, 20)], ids=["roomy", "unlike", "tight"])
 def test_masks_are_what_the_executor_says_of_every_move(asked, refused):
     """Every legal move ends within the memory of every device; every other has no choice for all blocks that does."""
@@ -186,6 +188,7 @@ def test_rewards_add_up_to_the_log_of_what_was_won(start):
     assert sum(rewards) == pytest.approx(1.0 / infos[-1]["step_time_s"] - 1.0 / infos[0]["step_time_s"])
 
 
+@pytest.mark.slow
 def test_a_seed_decides_everything_whatever_was_evaluated_before():
     runs = []
     for warm in range(2):

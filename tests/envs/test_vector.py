@@ -55,6 +55,7 @@ def actions_of(masks, rng):
     return np.array(chosen, dtype=np.int64)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kind=st.sampled_from(sorted(KINDS)), mode=st.sampled_from(["NextStep", "SameStep"]), count=st.integers(1, 7),

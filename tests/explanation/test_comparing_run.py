@@ -170,6 +170,7 @@ def test_interrupted_comparisons_go_on(monkeypatch, tmp_path):
     assert again.complete and again == gather(first, cases, ["counted", "heft"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PLANNERS))
 def test_planners_that_run_once_do_not_look_at_their_seed(name):
     if is_random(name):

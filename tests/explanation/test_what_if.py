@@ -58,6 +58,7 @@ def test_a_quicker_device():
     assert found["gpu0 twice as fast"].replanned_s == 6.0
 
 
+@pytest.mark.slow
 @settings(max_examples=2)
 @given(seed=st.integers(0, 10**6))
 def test_nothing_is_worse_than_what_is_known(seed):

@@ -25,6 +25,7 @@ def test_seeds_are_good(name, seeds, scratch):
         assert set(outcomes.values()) == {"loaded"}, outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_damaged_inputs(name, seeds, scratch):
     target = TARGETS[name]

@@ -126,6 +126,7 @@ def test_expected_improvement_of_a_normal():
     np.testing.assert_allclose(expected_improvement(belief), by_draws, rtol=0.05, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_a_slow_host_is_told_by_the_same_product_on_all():
     """Before any step time: the axes of the hosts, by Bayes' rule for one contrast."""
     asked, here = question(0, "h100:2x2,ib=400g"), pool(0, "h100:2x2,ib=400g")
@@ -218,6 +219,7 @@ def elsewhere(seed, numbers, seconds):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_elsewhere_is_one_whose_axes_are_off():
     """The same strategies of the same model ran on another cluster: conditioning by precisions, as for runs here."""
     plain, at = Belief(pool()), [0, 3]
@@ -235,6 +237,7 @@ def test_a_run_elsewhere_is_one_whose_axes_are_off():
     assert told.untried.all() and told.best is None  # nothing ran here
 
 
+@pytest.mark.slow
 def test_runs_of_other_models_tell_of_this_one_where_the_cluster_is_alike():
     before, after = [], []
     for seed in range(4):

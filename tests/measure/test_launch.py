@@ -61,6 +61,7 @@ def test_commands_that_cannot_work_are_refused():
     assert "--nproc-per-node=2" in local_command(CLUSTER)
 
 
+@pytest.mark.slow
 def test_a_run_out_of_time_leaves_no_process(tmp_path):
     """torchrun puts its processes into sessions of their own, where a signal to its group does not reach them."""
     script, told = tmp_path / "job.py", tmp_path / "pid"

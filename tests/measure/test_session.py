@@ -40,6 +40,7 @@ def cluster_of(truth, seed=0):
     return run, counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_five_runs_end_near_the_best_of_the_truth(seed):
     asked = question(seed, "a100-80g:2+t4:2")
@@ -108,6 +109,7 @@ def test_runs_that_tell_nothing_of_a_cluster_are_refused():
         transferable([msgspec.structs.replace(runs[0], features=(1.0,))], asked.cluster)
 
 
+@pytest.mark.slow
 def test_where_nothing_works_it_says_so():
     asked = question()
     session = Session(planned(asked), lambda plan: Ended(status="crashed", reason="no such network"))

@@ -14,6 +14,7 @@ from tests.runtime import small_models
 pytest.importorskip("transformers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "t5"])
 def test_models_that_cache_by_default_are_planned_on_every_axis(name):
     model, inputs, _ = getattr(small_models, name)()

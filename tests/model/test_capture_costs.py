@@ -21,6 +21,7 @@ def flops(graph, kind=None, phase=None):
     )
 
 
+@pytest.mark.slow
 def test_gpt2_against_six_times_parameters_times_tokens():
     model = load_model("hf:gpt2,n_layer=4", batch=2, seq=128)
     graph = capture(model.module, model.example_inputs)
@@ -35,6 +36,7 @@ def test_gpt2_against_six_times_parameters_times_tokens():
     assert flops(graph, phase=BACKWARD) / flops(graph, phase=FORWARD) == pytest.approx(2.0, abs=0.06)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_dropless_experts_count_only_their_tokens(kind):
     sizes = "hidden_size=64,intermediate_size=128,num_attention_heads=2,num_key_value_heads=2,vocab_size=50"
@@ -155,6 +157,7 @@ def test_mixed_length_products_with_no_batch():
 QUICK = ("gpt2", "t5", "swin", "resnet", "mamba", "lstm", "moe_toy", "mlp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in QUICK)) for k in SMALL])
 def test_captures_by_export(kind):
     model = load_model(SMALL[kind], batch=2, seq=4 if kind == "mamba" else 16)

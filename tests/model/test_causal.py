@@ -10,6 +10,7 @@ BERT = "num_hidden_layers=2,hidden_size=64,num_attention_heads=2,intermediate_si
 BART = "d_model=64,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,decoder_attention_heads=2,vocab_size=512"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "causal"),
     [

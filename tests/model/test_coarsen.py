@@ -64,6 +64,7 @@ def check(graph, grouping, target):
     assert merge_cyclic_tasks(graph, grouping.op_cluster) is None
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(graphs, st.integers(1, 60))
 def test_invariants_on_random_graphs(graph, target):

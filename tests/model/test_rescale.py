@@ -25,6 +25,7 @@ def at_batch(name, batch):
     return capture(model.module, model.example_inputs, loss=model.loss, source=source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("gpt2", "lstm"))) for n in MODELS])
 def test_a_third_size_is_exact(name):
     two, five, seven = (at_batch(name, batch) for batch in (2, 5, 7))

@@ -102,6 +102,7 @@ def test_transformers_are_the_same_array_by_array(monkeypatch, spec):
         assert not looked_again and differing(after, capture(larger.module, larger.example_inputs)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "ends", "vanishing"])
 def test_own_loops_are_the_same(monkeypatch, kind):
     model, inputs = Loop(kind).bfloat16(), (torch.randn(4, 4).bfloat16(),)
@@ -118,6 +119,7 @@ def test_convolutions_with_statistics_are_the_same(monkeypatch):
     assert used and differing(short, capture(model, images, loss=torch.mean)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["alternating", "one unlike", "skipping", "shared", "all", "without gradient"])
 def test_unlike_layers_are_recorded_whole(monkeypatch, kind):
     assert not repeated(monkeypatch, Loop(kind), (torch.randn(4, 4),), loss=torch.mean)[1]

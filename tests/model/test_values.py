@@ -200,6 +200,7 @@ def test_a_model_that_loops_over_samples_is_captured_by_modules():
     assert float(first.op_flops.sum()) == pytest.approx(float(whole.op_flops.sum()), rel=1e-2)
 
 
+@pytest.mark.slow
 def test_lists_of_images_are_planned_as_strategies_and_as_groups():
     def loss(output):
         return sum(output.values())

@@ -56,6 +56,7 @@ def test_random_graphs_keep_their_work_and_times(graph):
     np.testing.assert_allclose(total_s, whole_s, rtol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "resnet", "lstm", "t5"])
 def test_models(name):
     graph = graph_of(name)

@@ -128,6 +128,7 @@ def test_cp_sat_equals_the_best_of_all_assignments_and_orders(seed):
     assert plan.predicted.proof["status"] == "optimal"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 2, 4, 8, 9])
 def test_training_steps_of_ten_groups_are_proven(seed):
     problem = random_problem(

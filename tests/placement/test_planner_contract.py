@@ -71,6 +71,7 @@ def test_plans_are_legal_and_feasible_and_input_is_unchanged(seed, groups, devic
         np.testing.assert_array_equal(getattr(problem, field), value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSICAL)
 def test_equal_seeds_give_equal_plans(name):
     problem = random_problem(3, 40, 3, memory_factor=2.0)
@@ -89,6 +90,7 @@ def test_seeds_matter(name):
     assert plans[0] != plans[1] or plans[1] != plans[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [{}, {"memory_factor": 1.3}, {"unlike": True}, {"hosts": 2, "memory_factor": 1.6}])
 def test_best_is_the_best_one_shot_planner_and_searches_improve_on_it(setting):
     problem = random_problem(11, 50, 4, shape="branchy", **setting)

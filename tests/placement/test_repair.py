@@ -191,6 +191,7 @@ def test_known_optima_are_reached(planner, toy):
     assert plan.predicted.feasible
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_search_equals_brute_force_on_small_problems(seed):
     shape = ("layered", "branchy", "chain")[seed % 3]

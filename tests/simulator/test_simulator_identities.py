@@ -134,6 +134,7 @@ def draw(seed: int) -> tuple[Problem, np.ndarray, dict]:
     return problem, plan, options
 
 
+@pytest.mark.slow
 def test_at_the_end_only_resident_bytes_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every output, copy and temporary is freed exactly once."""
     runs: list[reference.ReferenceRun] = []

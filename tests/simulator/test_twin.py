@@ -60,6 +60,7 @@ def compare(draw: str, seed: int) -> tuple[Timeline, dict[str, Any]]:
     return ours, options | {"collectives": len(problem.collectives)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", DRAWS)
 def test_fast_equals_reference_on_seeds(draw: str) -> None:
     """Seeds find rare cases: several transfers that one event lets start, tasks on several devices that queue for a channel."""
@@ -105,6 +106,7 @@ def test_default_priority_equals_reference(draw: str, seed: int) -> None:
     assert default_priority(problem).tobytes() == reference_priority(problem).tobytes()
 
 
+@pytest.mark.slow
 @QUICK
 @given(draw=st.sampled_from(sorted(DRAWS)), seed=SEED)
 def test_batch_and_simulator_equal_single_simulations(draw: str, seed: int) -> None:

@@ -59,6 +59,7 @@ def differences(seeds):
 MORE = [pytest.mark.slow, pytest.mark.long]  # what the page says is of these; the same bounds hold for the first 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(100), pytest.param(range(1000), marks=MORE)], ids=["100", "1000"])
 def test_time_and_memory_are_the_simulators(seeds):
     for kind, (time, memory) in differences(seeds).items():

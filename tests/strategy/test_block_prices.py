@@ -87,6 +87,7 @@ def one_by_one(problem):
     return [sorted(range(problem.num_ops), key=position), []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_times_add_up(priced, name):
     graph, blocks = captured(name), priced[name]
@@ -155,6 +156,7 @@ def run_again(graph, of_op):
     return sorted(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
 def test_recomputation_of_layers_holds_what_torch_checkpoints_hold(priced, name, every):
@@ -175,6 +177,7 @@ def test_recomputation_of_layers_holds_what_torch_checkpoints_hold(priced, name,
     assert ops.peak_memory_bytes[0] - cluster.devices[0].reserved_bytes == pytest.approx(peak, rel=0.006)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MODELS, "swin", "nasnet", "mixtral"])
 def test_peak_of_blocks_one_after_another(name):
     """In the order of blocks, which the op level's priorities leave where branches run side by side."""

@@ -27,6 +27,7 @@ def rows_on(cluster: Cluster, calls: int) -> dict:
     return {name: strategy_row(name, INFO, PROBLEM, question, settings, strict=True) for name in STRATEGIES}
 
 
+@pytest.mark.slow
 def test_every_kind_is_asked_for_the_same_batch_under_the_same_budget() -> None:
     rows = rows_on(Cluster.preset("a100-80g:4"), 4000)
     assert all(row.samples_per_s * row.step_time_s == pytest.approx(16) for row in rows.values())
@@ -41,6 +42,7 @@ def test_every_kind_is_asked_for_the_same_batch_under_the_same_budget() -> None:
     assert "tensor parallel" in words["tensor parallel"] and rows["tensor parallel"].replicas == 1
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_how_much_is_missing() -> None:
     cluster = Cluster.preset("a100-80g:4")
     devices = tuple(dataclasses.replace(device, memory_bytes=device.reserved_bytes + 1) for device in cluster.devices)

@@ -71,6 +71,7 @@ def test_matrices_are_gathered_in_turns_and_cut_again():
     assert moved.step_time_s - plain.step_time_s == pytest.approx(2 * 4 / 8 * sum(each_s), rel=0.02)  # of a table of sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [packing.KEPT_FRAMES, 3])
 def test_an_evaluator_that_has_seen_much_says_the_same(monkeypatch, kept):
     monkeypatch.setattr(packing, "KEPT_FRAMES", kept)

@@ -47,6 +47,7 @@ def test_a_dense_model_has_none() -> None:
     assert dense.experts == 1 and "no experts" in str(dense.why_not(Cut(4, expert=2)))
 
 
+@pytest.mark.slow
 def test_by_hand(mixtral: PricedBlocks) -> None:
     """Weights fall by the degree; tokens go out and come back once a pass, twice each: 4 x 32 tokens, 2 experts, 32 floats."""
     assert mixtral.experts == 4 and mixtral.why_not(Cut(4, expert=4)) is None
@@ -132,6 +133,7 @@ HIDDEN = 4 * 32 * 64 * 4
 """Bytes: samples, positions, features, floats."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size", "packed"), [("bert", 2 * HIDDEN, 0), ("gpt2", 2 * HIDDEN, 1), ("llama", HIDDEN, 0)])
 def test_context_by_hand(name: str, size: int, packed: int) -> None:
     """Everything along the sequence is halved; keys and values are gathered, kept, and their gradients summed once a pass.

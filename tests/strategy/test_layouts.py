@@ -90,6 +90,7 @@ def sent(layout, graph, block):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("name", MEGATRON)
 def test_blocks_have_the_layout_of_megatron(name, degree):
@@ -139,6 +140,7 @@ def test_halves_that_read_one_norm_share_its_all_reduce():
         }
 
 
+@pytest.mark.slow
 def test_of_t5_the_feed_forward_is_cut_and_attention_with_its_whole_position_bias_is_not():
     graph = captured("t5")
     paths, blocks = blocks_of(graph)
@@ -231,6 +233,7 @@ def test_a_norm_of_heads_works_on_what_others_have_cut():
     assert {path for path, word in layout.modules.items() if word == "local"} == norms
 
 
+@pytest.mark.slow
 def test_a_layout_holds_at_any_batch_size():
     small, large = captured("llama", 2), captured("llama", 5)
     _, blocks = blocks_of(small)

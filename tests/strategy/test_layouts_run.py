@@ -149,6 +149,7 @@ def test_bytes_between_stages_are_those_that_are_priced(sequence_parallel):
     assert sent[layers[0]] == 2 * 16 * 64 * 4 // (1 + sequence_parallel)
 
 
+@pytest.mark.slow
 def test_a_layout_that_the_runtime_has_not_is_refused():
     _, graph, facts = asked(MODELS[1])
     _, runs = judge(facts)
@@ -161,6 +162,7 @@ def test_a_layout_that_the_runtime_has_not_is_refused():
     )
 
 
+@pytest.mark.slow
 def test_a_plan_carries_its_layouts_and_another_model_refuses_them():
     _, graph, facts = asked(MODELS[1])
     judged, runs = judge(facts)
@@ -181,6 +183,7 @@ def test_a_plan_carries_its_layouts_and_another_model_refuses_them():
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_adapters_are_priced_as_they_run():
     """Products that no gradient reaches, before the first adapter, are cut by columns as all others."""
     pytest.importorskip("peft")

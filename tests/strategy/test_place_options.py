@@ -61,6 +61,7 @@ def test_precision_is_for_modules(gpt2: tuple[nn.Module, dict]) -> None:
                 rlplace.place(target, "a100-80g:2" if target is graph else None, **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said"),
     [

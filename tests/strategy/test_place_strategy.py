@@ -43,6 +43,7 @@ def graph(gpt2: tuple[nn.Module, dict]) -> OpGraph:
     return rlplace.capture(*gpt2)
 
 
+@pytest.mark.slow
 def test_a_model_gets_a_whole_strategy(plan: rlplace.PlacementPlan, tmp_path: Path) -> None:
     assert plan.strategy is not None and plan.strategy.batch == 32
     blocks = [block for stage in plan.strategy.stages for block in stage.blocks]
@@ -118,6 +119,7 @@ def test_what_cannot_be_asked_is_refused(graph: OpGraph) -> None:
             rlplace.place(target, None if target is problem else CLUSTER, **how)
 
 
+@pytest.mark.slow
 def test_which_question_is_asked(graph: OpGraph) -> None:
     """Planners that place groups, and options of theirs, ask for placements; all else for strategies, by who can answer."""
     for how in ({"planner": "heft"}, {"space": "placement", "planner": "best"}):
@@ -180,6 +182,7 @@ def test_a_batch_curve_chooses_the_batch(gpt2: tuple[nn.Module, dict]) -> None:
         assert best["step_time_s"] == pytest.approx(plan.predicted.step_time_s, rel=0.01)  # the plan's is that of the ops
 
 
+@pytest.mark.slow
 def test_the_verb_says_it_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "x.plan.json"
     words = ["place", GPT2, "--cluster", CLUSTER, "--seq", "64", "--batch", "32", "--calls", "60"]

@@ -64,6 +64,7 @@ def test_the_answer_says_what_fp16_takes(option: str) -> None:
     assert float(said[2]) > 1.2
 
 
+@pytest.mark.slow
 def test_cards_with_units_need_no_note() -> None:
     graph = in_bf16(dtype="bf16")
     assert not notes(plan_of(graph, "a100-80g:4")) and not notes(plan_of(in_bf16(), "v100:4"))
@@ -73,6 +74,7 @@ def test_cards_with_units_need_no_note() -> None:
     assert bool(notes(only)) is ("t4" in kinds)
 
 
+@pytest.mark.slow
 def test_placements_say_it_too(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["place", GPT2, "--cluster", "t4:2", "--planner", "heft", "--batch", "4", "--seq", "32", "--autocast", "bf16"]
     assert main(words) == 0
@@ -82,6 +84,7 @@ def test_placements_say_it_too(capsys: pytest.CaptureFixture[str]) -> None:
 TINY = "hf:gpt2,n_layer=2,n_embd=64,n_head=2,vocab_size=256"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [None, 0], ids=["op by op", "block by block"])
 @pytest.mark.parametrize("seed", range(24))
 def test_parts_add_up_to_the_peak_of_every_device(seed: int, most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,7 @@ def test_bounds_of_uniform_strategies_hold(text: str) -> None:
     assert checked > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["a100-80g:4", "a100-80g:2+t4:2"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_answer_is_no_worse_than_any_uniform_strategy(text: str, seed: int) -> None:
@@ -97,6 +98,7 @@ def test_the_answer_is_no_worse_than_any_uniform_strategy(text: str, seed: int) 
         assert tried.draft.strategy(asked.costs.names).batch == asked.batch  # a strategy that contradicts itself is refused
 
 
+@pytest.mark.slow
 def test_a_few_of_every_family_come_first() -> None:
     """Tensor and pipeline parallelism together on 64 devices, though thousands of others have lower bounds."""
     asked = question(1, "h100:8x8,ib=400g", batch=128)

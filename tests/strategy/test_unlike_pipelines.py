@@ -89,6 +89,7 @@ def test_micro_batches_move_as_few_as_leave_both_whole() -> None:
     assert found == [(1, 8), (7, 4)] and all(other.batch == draft.batch for other in other_shares(draft))
 
 
+@pytest.mark.slow
 def test_a_search_gives_unlike_devices_pipelines_of_their_own() -> None:
     """Where computing takes long; an engine that refuses them is not asked for each. What is found is a plan's record, too."""
     cluster = Cluster.preset("a100-80g:2+t4:2")

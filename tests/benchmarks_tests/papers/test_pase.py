@@ -166,6 +166,7 @@ def rows():
     return {(card, name, p): ratios(name, p, MACHINES[card]) for card, name in MEASURED for p in SIZES}
 
 
+@pytest.mark.slow
 def test_no_row_of_the_headline_is_slower_than_data_parallelism(rows):
     assert len(rows) == 8 * len(SIZES)
     assert all(1 <= whole and hidden <= whole for whole, hidden in rows.values())

@@ -105,6 +105,7 @@ def test_other_cluster_and_changed_plan(of_one, capsys):
     assert re.search(r"for graph [0-9a-f]{12}, its model gives [0-9a-f]{12}: its graph is another", line)
 
 
+@pytest.mark.slow
 def test_without_torchrun(plan, capsys, alone, monkeypatch):
     assert main(["run", "--plan", str(plan)]) == 2
     assert f"start it with: torchrun --nproc-per-node 2 -m rlplace run --plan {plan}" in capsys.readouterr().err
@@ -140,6 +141,7 @@ def test_a_host_without_room_for_the_whole_model_trains_and_does_not_verify(tmp_
     assert main(run) == 0
 
 
+@pytest.mark.slow
 def test_a_plan_of_one_device_needs_no_torchrun(of_one, capsys):
     run = ["run", "--plan", str(of_one), "--device", "cpu", "--checkpoint", str(of_one.parent / "checkpoints"), "--json"]
     capsys.readouterr()
@@ -153,6 +155,7 @@ def test_a_plan_of_one_device_needs_no_torchrun(of_one, capsys):
     assert json.loads(capsys.readouterr().out)["losses"] == whole["losses"] + rest["losses"]
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_is_found(of_one, capsys, monkeypatch):
     from rlplace.runtime.job import job
 

@@ -44,6 +44,7 @@ def assert_same_outputs(placed, reference, inputs):
         assert not a.requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in small_models.MODELS])
 def test_random_devices_train_like_the_plain_model(sim, name):
     placed, reference, inputs, loss_of = place(name, sim(4), backward=True, seed=1)
@@ -101,6 +102,7 @@ def test_calls_are_those_of_the_model(sim):
     assert all(torch.equal(equality.on_cpu(there[key]), inputs[key]) for key in inputs)
 
 
+@pytest.mark.slow
 def test_a_placed_module_is_not_deep_copied(sim):
     placed, _, inputs, _ = place("dlrm", sim(2))
     with pytest.raises(InputError, match="copy it before apply"):
@@ -125,6 +127,7 @@ def test_autocast_is_that_of_the_call(sim):
     equality.assert_same_step(placed, reference, inputs, loss_of)
 
 
+@pytest.mark.slow
 def test_other_outputs_may_get_the_gradient(sim):
     """What backward needs is known in backward only: the forward runs again, with the same random numbers."""
     placed, reference, inputs, loss_of = place("gpt2", sim(2), backward=True, double=True)
@@ -260,6 +263,7 @@ def test_writes_are_seen_by_all_devices(sim, seed):
     equality.assert_same_gradients(placed, reference, 2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "planner"), [("gpt2", "round_robin"), ("lstm", "balanced")])
 def test_planned_model_runs_as_planned(sim, name, planner):
     torch.manual_seed(0)

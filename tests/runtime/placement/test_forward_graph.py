@@ -1,5 +1,6 @@
 """Forwards of real models as graphs: plans that name their ops, and what processes compare."""
 
+import pytest
 import torch
 
 from rlplace.runtime.placement.forward_graph import forward_graph, graph_lines
@@ -20,6 +21,7 @@ def lines(model, inputs):
     return graph_lines(forward_graph(model, (), inputs))
 
 
+@pytest.mark.slow
 def test_the_same_model_gives_the_same_lines():
     both = []
     for seed in (0, 1):  # the values of the parameters do not matter

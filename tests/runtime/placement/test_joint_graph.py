@@ -49,6 +49,7 @@ def assert_same_gradients(joint, env, model):
             torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_same_loss_gradients_and_buffers_as_autograd(name, kind):
     torch.manual_seed(0)
@@ -79,6 +80,7 @@ def test_every_node_is_functional_and_knows_its_op():
     assert not any(other in backward for node in work if node not in backward for other in node.all_input_nodes)
 
 
+@pytest.mark.slow
 def test_gradients_are_made_by_the_modules_of_their_weights_of_a_tied_one_in_parts():
     torch.manual_seed(0)
     model, inputs, _ = small_models.MODELS["gpt2"]()
@@ -106,6 +108,7 @@ class Random(nn.Module):
         return (x + 0.1 * torch.randn_like(x)).square().mean()
 
 
+@pytest.mark.slow
 def test_masks_are_those_of_the_forward_and_drawn_once():
     torch.manual_seed(0)
     model, inputs = Random(), {"x": torch.randn(3, 5, 8)}
@@ -153,6 +156,7 @@ def test_outputs_to_differentiate():
     assert trace(model, inputs, differentiate=())[1].gradients == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["t5", "awkward"])
 def test_programs_follow_one_order_and_every_message_has_two_ends(name, training, monkeypatch):

@@ -34,6 +34,7 @@ def staged(captured, stages, inputs):
 FOREIGN = ("gpt2", "bert", "llama", "mixtral", "t5", "vit", "swin")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FOREIGN, "inception", "transformer", "lstm", "dlrm"])
 def test_stages_make_what_the_model_makes(name):
     if name in FOREIGN:
@@ -126,6 +127,7 @@ class Adding(nn.Module):
         return total * before.view(2, 4) + self.bias
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("viewed", [False, True])
 def test_what_is_added_in_another_stage_is_a_new_value(viewed):
     inputs, each = {"x": torch.rand(2, 4)}, [[f"layers.{number}"] for number in range(3)]

@@ -51,6 +51,7 @@ def test_blocks_stand_in_the_order_of_the_forward():
     assert facts.blocks.index("mix.0.0") < facts.blocks.index("blocks.1.0.0")
 
 
+@pytest.mark.slow
 def test_position_bias_leaves_attention_whole():
     pytest.importorskip("transformers")
     facts = examine(native_worker.make("t5"), IDS | {"decoder_input_ids": IDS["input_ids"]})

@@ -129,6 +129,7 @@ def test_a_training_loop_finds_its_loss_in_every_kind_of_output(name):
                 torch.testing.assert_close(logits, logits_of(kind, made))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MAKERS)
 def test_every_kind_of_output_is_captured_and_examined(kind):
     graph = capture(Returning(kind), inputs())
@@ -148,6 +149,7 @@ def test_objects_whose_parts_cannot_be_joined_are_refused():
     run(2, evaluated_in_parts, STRATEGIES["replicas"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tuple", "dataclass", "losses"])
 def test_placements_train_them_too(kind):
     plan = rlplace.place(Returning(kind), "cpu:2", example_inputs=inputs(), space="placement", planner="round_robin")

@@ -151,6 +151,7 @@ def test_measure_times_strategies_beside_each_other(tmp_path):
     assert [plan.plan for plan in timings.plans] == [PlacementPlan.load(path).fingerprint for path in paths]
 
 
+@pytest.mark.slow
 def test_explain_shows_a_strategy(tmp_path, capsys):
     path = tmp_path / "s.plan.json"
     plan = strategy_plan(path, WHOLE)

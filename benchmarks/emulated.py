@@ -23,8 +23,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from benchmarks.emulated_lab import Lab
 from benchmarks.emulated_plans import HOSTS, KINDS, MODELS, Shapes
-from benchmarks.emulated_worker import Lab, first_in_line
+from benchmarks.emulated_worker import first_in_line
 from benchmarks.harness import Row, add_row, arguments, markdown, read_rows
 from rlplace.cluster.links import Links
 from rlplace.cluster.parse import Cluster

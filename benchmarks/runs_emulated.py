@@ -26,8 +26,8 @@ import numpy as np
 
 from benchmarks.emulated import cell_of, devices_of
 from benchmarks.emulated import question_of as question_on
+from benchmarks.emulated_lab import Lab
 from benchmarks.emulated_plans import HOSTS, MODELS
-from benchmarks.emulated_worker import Lab
 from benchmarks.harness import add_row, arguments, markdown, missing, read_rows
 from rlplace.errors import RlplaceError
 from rlplace.measure.log import Ended

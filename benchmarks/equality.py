@@ -37,8 +37,8 @@ from rlplace.plan.strategy import HEADS, RING, TARGETS, Strategy
 from rlplace.runtime.state.whole import own_part
 from rlplace.runtime.strategy.capture import capture
 from rlplace.runtime.strategy.context_facts import context_facts
+from rlplace.runtime.strategy.fact_records import Conduct
 from rlplace.runtime.strategy.run import prepare
-from rlplace.runtime.strategy.why_not import Conduct
 
 PROCESSES, RATE, LARGEST_NORM = 8, 1e-2, 0.1
 TIMES = (1, 1, 2)

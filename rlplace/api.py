@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rlplace.cluster.parse import Cluster
     from rlplace.model.graph.opgraph import OpGraph
-    from rlplace.runtime.strategy.why_not import ModelFacts
+    from rlplace.runtime.strategy.fact_records import ModelFacts
     from rlplace.strategy.search.efficiency import BatchCurve
     from rlplace.strategy.search.space import Space
 
@@ -317,7 +317,8 @@ def what_may_be(
 ) -> dict[str, Any]:
     """Returns arguments of `rlplace.strategy.search.plan.ask` that the model and the space give; those of `plan_model`."""
     from rlplace.model.graph.rescale import two_captures
-    from rlplace.runtime.strategy.why_not import Conduct, judge
+    from rlplace.runtime.strategy.fact_records import Conduct
+    from rlplace.runtime.strategy.why_not import judge
 
     facts = captured.facts
     optimizer = captured.graph.capture.get("optimizer")

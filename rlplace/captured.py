@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlplace.model.graph.opgraph import OpGraph
     from rlplace.model.graph.rescale import CaptureAt
     from rlplace.model.zoo import LoadedModel
-    from rlplace.runtime.strategy.why_not import ModelFacts
+    from rlplace.runtime.strategy.fact_records import ModelFacts
 
 
 class Recipe(msgspec.Struct, frozen=True):

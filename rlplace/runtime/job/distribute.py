@@ -29,8 +29,9 @@ from rlplace.runtime.base.steps import Loss, micro_batch, samples_of
 from rlplace.runtime.placement.forward_graph import Graphs
 from rlplace.runtime.placement.placed_model import PlacedModel
 from rlplace.runtime.state.training_state import latest_checkpoint, load_checkpoint
+from rlplace.runtime.strategy.fact_records import COUPLES
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
-from rlplace.runtime.strategy.why_not import COUPLES, why_not
+from rlplace.runtime.strategy.why_not import why_not
 from rlplace.runtime.strategy.wrap import average_left_out, left_out, sum_parts
 
 if TYPE_CHECKING:

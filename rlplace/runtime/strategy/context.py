@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from rlplace.errors import InputError
 from rlplace.model.torch_adapter import pytree
 from rlplace.runtime.strategy.attention import Attend, Call, Part, attention
-from rlplace.runtime.strategy.why_not import uneven
+from rlplace.runtime.strategy.why_not_divided import uneven
 from rlplace.runtime.torch_adapter import counted_losses
 
 

@@ -29,8 +29,9 @@ from rlplace.runtime.base.steps import loss_of
 from rlplace.runtime.strategy.attention import NO_RING, Part, attend_gathered, attention
 from rlplace.runtime.strategy.blocks import units
 from rlplace.runtime.strategy.context import Context, Replaced
+from rlplace.runtime.strategy.fact_records import Conduct, ContextFacts
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
-from rlplace.runtime.strategy.why_not import Conduct, ContextFacts, uneven
+from rlplace.runtime.strategy.why_not_divided import uneven
 
 _ALIKE = 1e-6
 """Difference that is rounding in double precision, relative to the largest value."""

@@ -29,6 +29,7 @@ from rlplace.runtime.strategy.blocks import block_names, has_batch_norm, has_syn
 from rlplace.runtime.strategy.capture import capture, strange_in
 from rlplace.runtime.strategy.context_facts import context_facts
 from rlplace.runtime.strategy.cut import StageGraph, cut
+from rlplace.runtime.strategy.fact_records import COUPLES, Conduct, ContextFacts, ModelFacts, TensorFacts
 from rlplace.runtime.strategy.gather import why_no_gather
 from rlplace.runtime.strategy.mixtures import common_experts, why_no_experts
 from rlplace.runtime.strategy.model_layouts import find_layouts
@@ -36,7 +37,6 @@ from rlplace.runtime.strategy.recorded import why_unlike
 from rlplace.runtime.strategy.rehearsal import rehearse, rows_of
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
 from rlplace.runtime.strategy.tables import table_reasons
-from rlplace.runtime.strategy.why_not import COUPLES, Conduct, ContextFacts, ModelFacts, TensorFacts
 from rlplace.strategy.layouts.cut_moves import SAMPLE
 from rlplace.strategy.layouts.forward_ops import ForwardOps
 
@@ -122,7 +122,7 @@ def examine(model: nn.Module, inputs: Batch, flops: float = 0.0) -> ModelFacts:
         seen = observe(model, inputs, found)
     except Exception as error:  # the model's own code runs
         reason = f"its forward does not run on fake tensors ({type(error).__name__})"
-        return replace(model_facts(model, TensorFacts(no_tensor=reason), f"native: {reason}"), varies=True, branches=True)
+        return replace(model_facts(model, TensorFacts(no_tensor=reason), f"native: {reason}"), skips=True, branches=True)
     layouts = find_layouts(found, seen.calls)
     tensor = TensorFacts(**{item.name: getattr(layouts, item.name) for item in fields(TensorFacts)})
     strange = {path: strange_in(call) for path, call in seen.calls.items()}
@@ -136,11 +136,11 @@ def examine(model: nn.Module, inputs: Batch, flops: float = 0.0) -> ModelFacts:
         if (unlike := why_unlike(model, captured, inputs, flops)) is not None:
             raise InputError(unlike)
     except InputError as error:
-        return replace(model_facts(model, tensor, str(error)), handed=handed, varies=seen.skips, branches=seen.branches)
+        return replace(model_facts(model, tensor, str(error)), handed=handed, skips=seen.skips, branches=seen.branches)
     trained = (any(value.requires_grad for value in stage.taken) for stage in stages)
     untrained = tuple(block for block, flows in zip(blocks, trained, strict=True) if not flows)
     facts = replace(model_facts(model, tensor), blocks=blocks, untrained=untrained, handed=handed, reused=seen.reused)
-    facts = replace(facts, varies=seen.skips, branches=seen.branches)
+    facts = replace(facts, skips=seen.skips, branches=seen.branches)
     return replace(facts, no_samples=_no_samples(stages, inputs))
 
 

@@ -29,9 +29,9 @@ from rlplace.runtime.strategy.cuts import (
     regions,
     sequence_modules,
 )
+from rlplace.runtime.strategy.fact_records import TensorFacts
 from rlplace.runtime.strategy.mesh import MeshPlace
 from rlplace.runtime.strategy.tensor import LayoutTrial, TensorParallel
-from rlplace.runtime.strategy.why_not import TensorFacts
 
 _VIEWS = ("view", "reshape")
 

@@ -29,8 +29,8 @@ from rlplace.model.torch_adapter import TorchDispatchMode, pytree
 from rlplace.plan.strategy import MEAN, SUM, TARGETS
 from rlplace.runtime.base.batches import Targets, candidates, counting_alone, map_rows
 from rlplace.runtime.base.steps import loss_of, samples_of
+from rlplace.runtime.strategy.fact_records import Conduct
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
-from rlplace.runtime.strategy.why_not import Conduct
 from rlplace.runtime.torch_adapter import NormBase
 
 MOST_ELEMENTS, MOST_FLOPS = 1 << 25, 4e9

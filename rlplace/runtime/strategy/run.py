@@ -40,7 +40,8 @@ from rlplace.runtime.strategy.pipeline import PipelineRun, Recorded, StageModule
 from rlplace.runtime.strategy.reach import Reached, reduce_unlike
 from rlplace.runtime.strategy.statistics import join_statistics
 from rlplace.runtime.strategy.strategy_model import StrategyModel
-from rlplace.runtime.strategy.why_not import minor_version, why_no_method, why_not
+from rlplace.runtime.strategy.why_not import minor_version, why_not
+from rlplace.runtime.strategy.why_not_divided import why_no_method
 from rlplace.runtime.strategy.wrap import part_ties, wrap_stage
 
 
@@ -86,7 +87,7 @@ def prepare(
     layouts = find_layouts(found, seen.calls) if laid_out and seen is not None else None
     facts = model_facts(model, layouts)  # which blocks the forward calls is for the cut to say
     if seen is not None:
-        facts = replace(facts, varies=seen.skips, branches=seen.branches)
+        facts = replace(facts, skips=seen.skips, branches=seen.branches)
     unlike = seen is not None and seen.varies
     if (reason := why_not(strategy, replace(facts, blocks=()), torch.__version__)) is not None:
         raise InputError(f"native: {reason}")

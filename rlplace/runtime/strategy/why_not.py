@@ -7,7 +7,6 @@ thousands of strategies; nothing here loads torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from itertools import chain
@@ -15,137 +14,15 @@ from typing import Any
 
 from rlplace.model.capture.optimizers import OPTIMIZERS
 from rlplace.plan.schedule import ONE_F_ONE_B, SCHEDULES, V
-from rlplace.plan.strategy import HEADS, MEAN, RING, Pipeline, Stage, Strategy
+from rlplace.plan.strategy import Pipeline, Strategy
+from rlplace.runtime.strategy.fact_records import Conduct, ModelFacts, TensorFacts
+from rlplace.runtime.strategy.why_not_divided import why_no_context, why_no_experts, why_no_tables
 
 OLDEST = (2, 11)
 """Of torch; what runs here was compared with the plain model on this version and on the newest."""
 
 MOST_UNSHARDED = 3
 """Chunks of a device that torch's schedules keep unsharded at once; those beyond are resharded between their actions."""
-
-COUPLES = "the loss couples samples"
-
-
-@dataclass(frozen=True)
-class TensorFacts:
-    """Facts about a model's tensor-parallel layouts; the defaults say that the model was not examined."""
-
-    no_tensor: str | None = None  # why its blocks have no layout; None where they have
-    # divisor of the tensor degree: heads, key and value heads and widths in common; 0 where nothing has a layout
-    parts: int = 0
-    heads: tuple[int, ...] = ()  # of keys and values that groups of heads share; a larger degree, their multiple, repeats them
-    no_sequence: str | None = None  # why activations between products cannot be split along the sequence; None where they can
-    # ``column``, ``row`` or ``local`` by module path, for all modules with a layout inside of blocks
-    layouts: Mapping[str, str] = field(default_factory=dict)
-    # paths of embeddings and products with logits that are cut along the vocabulary where the degree divides it
-    vocabulary: tuple[str, ...] = ()
-    positions: int = 0  # of the activations that blocks read; 0 where they cannot be split
-
-    @property
-    def words(self) -> Mapping[str, str]:
-        """Layouts by module path: those of `layouts`, and ``vocabulary``."""
-        return {**self.layouts, **dict.fromkeys(self.vocabulary, "vocabulary")}
-
-
-@dataclass(frozen=True)
-class ContextFacts:
-    """Facts about a model's attention; the defaults say that it was not examined."""
-
-    no_context: str | None = None  # why processes cannot run on parts of the positions
-    positions: int = 0  # of a sample that attention runs over
-    heads: int = 0  # of queries, what all attention has in common
-    shared: tuple[int, ...] = ()  # of keys and values
-    no_ring: str | None = None  # why keys and values cannot go around
-
-
-@dataclass(frozen=True)
-class Conduct:
-    """The findings of a rehearsal: how a training step of a model treats samples, buffers and parameters."""
-
-    # how the loss of a batch comes from those of its parts; "" where no way gives it: the loss couples samples
-    reduction: str = MEAN
-    whole: float = 0.0  # loss of the example batch
-    parts: float = 0.0  # mean of the losses of two parts of it, by their samples
-    samples: int = 0  # of the example batch
-    # the first module whose result for a sample depends on others, "" for the model's own forward or its loss; None where
-    # samples are independent
-    where: str | None = None
-    mixing: tuple[str, ...] = ()  # all such modules, those that read the result of the first among them
-    counters: tuple[str, ...] = ()  # buffers that a forward writes, alike whatever the samples are
-    written: tuple[str, ...] = ()  # buffers that a forward writes, with values that depend on the samples
-    # buffers of both kinds that are plain attributes of modules, which no graph of the forward holds
-    kept: tuple[str, ...] = ()
-    toggles: tuple[str, ...] = ()  # parameters whose `requires_grad` the forward changes
-    differentiates: bool = False  # the forward computes gradients itself
-    sparse: tuple[str, ...] = ()  # parameters with sparse gradients
-    incomparable: str | None = None  # a random op whose results cannot be made alike for all samples; None without one
-    indivisible: str | None = None  # the error of a step with a part of the batch; None where it ran
-    unseen: str | None = None  # why the model was not rehearsed; None where it was
-
-    @property
-    def couples(self) -> bool:
-        """True where the loss of a batch is no weighted mean of those of its parts."""
-        return not self.reduction and self.incomparable is None
-
-    def settings(self, couple: str, buffers: str, **others: Any) -> dict[str, Any]:
-        """Returns fields of a `Strategy` by which its parts make up the result of the model.
-
-        Args:
-            couple: The request for a loss that couples samples; where it is known not to, there is nothing to gather.
-            buffers: See `Strategy`.
-            **others: Further fields of a `Strategy`.
-        """
-        gathers = couple == "gather" and (self.couples or self.unseen is not None)
-        return {
-            "reduction": self.reduction or MEAN,
-            "couple": couple if gathers else "replica",
-            "mixing": self.mixing if gathers else (),
-            "buffers": buffers,
-            **others,
-        }
-
-    def reason(self) -> str:
-        """Explains why a batch in parts is not the batch in one piece, in words; empty where a rehearsal shows no reason."""
-        if self.indivisible is not None:
-            return f"the batch cannot be divided, a part of it raised {self.indivisible}"
-        if self.written:
-            return f"the forward writes {self.written[0]} by the samples that it gets"
-        if self.couples:
-            return f"{COUPLES}{f', first in {self.where}' if self.where else ''}"
-        if self.reduction not in (MEAN, ""):
-            return f"the loss is no mean over samples, but weighted by {self.reduction}"
-        return ""
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """Facts about a model that `why_not` reads; the defaults say that nothing is wrong, or that it was not examined."""
-
-    blocks: tuple[str, ...] = ()  # paths of the blocks that a strategy has to name
-    batch_norm: bool = False  # a module computes statistics over the samples of its process
-    no_single: str | None = None  # the error of a forward with one sample, which BatchNorm may raise; None where it runs
-    sync_norm: bool = False  # a module computes statistics over all processes of the job
-    no_cut: str | None = None  # why it cannot be cut into stages
-    no_samples: str | None = None  # why values between stages cannot be split by samples
-    tensor: TensorFacts = TensorFacts()
-    hooked: tuple[str, ...] = ()  # modules with hooks of the user's
-    hooked_outside: tuple[str, ...] = ()  # those of them that lie outside of blocks, where a pipeline does not call them
-    backward_hooks: tuple[str, ...] = ()  # those with hooks on gradients
-    subclass: str | None = None  # name and type of a parameter that is no plain tensor, such as a quantized one
-    # blocks that no gradient flows back from, such as the first that is trained behind frozen ones
-    untrained: tuple[str, ...] = ()
-    recurrent: str | None = None  # path of a recurrent layer
-    reused: str | None = None  # a parameter that ops of one block read several times
-    varies: bool = False  # the forward reads values, by which it reaches some of its parameters and not others
-    branches: bool = False  # it reads them outside of blocks, and may call other blocks
-    handed: str | None = None  # a block that gets an object with a state, such as a cache
-    no_gather: str | None = None  # why replicas cannot gather the values that a loss reads
-    context: ContextFacts = ContextFacts()
-    conduct: Conduct | None = None  # how a step treats samples, buffers and parameters; None when it was not rehearsed
-    experts: int = 0  # expert degrees divide it
-    no_experts: str | None = None  # why no module's experts can be spread; None where they can
-    # by path of embedding module why its table cannot be divided, None where it can; None: the model was not examined
-    tables: Mapping[str, str | None] | None = None
 
 
 def why_not(
@@ -179,8 +56,8 @@ def why_not(
         found += [_release(pipeline)] if release else []
         found += [
             _axes(pipeline, facts),
-            _experts(pipeline, facts),
-            _tables(pipeline, facts, optimizer, release=release, gathers=couple == "gather", several=several),
+            why_no_experts(pipeline, facts),
+            why_no_tables(pipeline, facts, optimizer, release=release, gathers=couple == "gather", several=several),
             _memory(pipeline, facts),
             _levels(pipeline, facts),
             _pipeline(pipeline, facts, number),
@@ -211,28 +88,6 @@ def judge(
     tensor = TensorFacts() if facts is None else facts.tensor
     cut = tensor.words if tensor.layouts else None
     return lambda strategy: why_not(strategy, facts, couple=couple, buffers=buffers, **asked), cut
-
-
-def uneven(length: int, degree: int) -> str:
-    """Explains why a sequence of so many positions cannot be cut over a context group."""
-    return (
-        f"{length} positions cannot be cut into {2 * degree} parts, two for each process of the context; pad them to a "
-        "multiple, or plan with context=1"
-    )
-
-
-def why_no_method(stage: Stage, facts: ContextFacts) -> Iterator[str]:
-    """Yields why the attention of a model cannot run by the method of a stage."""
-    degree, tensor = stage.axis("context"), stage.axis("tensor")
-    other = "plan with another context_method, such as gather"
-    if stage.context_method == RING and facts.no_ring is not None:
-        yield f"{facts.no_ring}; {other}"
-    if stage.context_method == HEADS and facts.heads % (degree * tensor):
-        yield f"context {degree}{f' x tensor {tensor}' if tensor > 1 else ''} does not divide {facts.heads} heads; {other}"
-    for shared in facts.shared if stage.context_method == HEADS else ():
-        own = max(1, shared // tensor)
-        if own % degree and degree % own:
-            yield f"context {degree} neither divides {own} heads of keys and values nor is their multiple; {other}"
 
 
 @cache
@@ -273,82 +128,12 @@ def _axes(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
         if stage.axis("branch") > 1:
             yield "the axis branch is not run inside of strategies yet; plan without it"
         if stage.axis("context") > 1:
-            yield from _context(pipeline, stage, facts)
+            yield from why_no_context(pipeline, stage, facts)
     degrees = {stage.data_degree for stage in pipeline.stages}
     if len(degrees) > 1 and max(len(set(pipeline.microbatch)), len(set(pipeline.microbatches))) > 1:
         yield "stages of unlike data degrees run replicas with micro-batches of one size and number; give all the same"
     if len(degrees) > 1 and facts.no_samples is not None:
         yield f"stages of unlike data degrees: {facts.no_samples}"
-
-
-def _experts(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
-    """Yields why experts cannot be spread: all processes of a group exchange tokens, equally often and in the same order."""
-    stages = pipeline.stages
-    degrees = sorted({stage.expert for stage in stages})
-    if degrees == [1]:
-        return
-    if facts.no_experts is not None:
-        yield f"{facts.no_experts}; plan with expert=1"
-    for degree in (degree for degree in degrees if facts.experts % degree):
-        yield f"the expert degree {degree} does not divide {facts.experts}, what mixtures of experts have in common"
-    if any(stage.sequence_parallel for stage in stages):
-        yield "spread experts take the whole sequence of a tensor group; plan without sequence_parallel or with expert=1"
-    for stage in (stage for stage in stages if stage.sharding == 0):
-        if stage.expert not in (1, group := stage.axis("context") * stage.axis("tensor")):
-            yield f"at sharding level 0 experts are spread over all of context x tensor; give expert {group}, or 1"
-    if len(set(pipeline.microbatches)) > 1:
-        yield "replicas with unlike numbers of micro-batches would wait for each other's tokens for ever; give all the same"
-    if facts.branches:
-        yield "the forward looks at values outside of its blocks, and processes that wait for tokens may call unlike blocks"
-    if any(stage.offload for stage in stages):
-        yield "spread experts in host memory were never compared with the plain model; plan without offload or with expert=1"
-
-
-def _tables(
-    pipeline: Pipeline, facts: ModelFacts, optimizer: str | None, *, release: bool, gathers: bool, several: bool
-) -> Iterator[str]:
-    """Yields why replicas cannot divide embedding tables (`rlplace.runtime.strategy.tables`)."""
-    stage, *others = pipeline.stages
-    words = {path: word for one in pipeline.stages for path, word in one.tables.items()}
-    if not words:
-        return
-    strange = "is no module torch.nn.Embedding or EmbeddingBag"
-    for path in words:
-        if facts.tables is not None and (reason := facts.tables.get(path, strange)) is not None:
-            yield f"the table {path} cannot be divided: it {reason}; plan with tables=1"
-    for what, found in (
-        ("a pipeline", others or several),
-        ("a tensor group", stage.axis("tensor") > 1),
-        ("a context group", stage.axis("context") > 1),
-        ("spread experts", stage.expert > 1),
-        ("offload", stage.offload),
-        ("--release-gradients", release),
-        ("--couple gather", gathers),
-    ):
-        if found:
-            yield f"divided tables with {what} were never compared with the plain model; plan with tables=1, or without"
-    if len(set(pipeline.microbatches)) > 1:
-        yield "replicas with unlike numbers of micro-batches would wait for each other's ids for ever; give all the same"
-    if facts.varies or facts.branches:
-        yield "the forward reads values, and processes that wait for ids may call unlike modules; plan with tables=1"
-    if optimizer is not None and (whole := OPTIMIZERS[optimizer].whole) is not None:
-        yield f"{whole}, and divided tables have parts; plan with tables=1, or take another optimizer"
-
-
-def _context(pipeline: Pipeline, stage: Stage, facts: ModelFacts) -> Iterator[str]:
-    """Yields why processes cannot divide the positions of samples (`rlplace.runtime.strategy.context`)."""
-    if facts.context.no_context is not None:
-        yield f"no context parallelism: {facts.context.no_context}; plan with context=1"
-    if facts.context.positions % (2 * stage.axis("context")):
-        yield uneven(facts.context.positions, stage.axis("context"))
-    yield from why_no_method(stage, facts.context)
-    if len(pipeline.stages) > 1:
-        yield "the axis context is not run in pipelines yet; plan with context=1 or pipeline=1"
-    if stage.sequence_parallel:
-        yield "the axis context was not compared with sequence_parallel, which splits positions again; plan without one of them"
-    conduct = facts.conduct or Conduct()
-    if facts.batch_norm or facts.sync_norm or conduct.written:
-        yield "statistics and buffers would be written by parts of the positions; plan with context=1"
 
 
 def _memory(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
@@ -507,14 +292,14 @@ def _values(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int], relea
     wrapped = any(stage.sharding or stage.axis("tensor") > 1 or len(stages) > 1 for stage in several)
     if not wrapped:
         return
-    if (facts.varies or facts.branches) and torch < (2, 13):
+    if (facts.skips or facts.branches) and torch < (2, 13):
         yield (
             "the forward reads values, by which processes may reach unlike parameters, whose gradients are reduced together "
             "since torch 2.13; upgrade it, or plan with shard=1 tensor=1 pipeline=1"
         )
-    if facts.varies and release:
+    if facts.skips and release:
         yield "released gradients of parameters that no sample reaches would be zeros; plan without --release-gradients"
-    if facts.varies and len(stages) > 1 and SCHEDULES[pipeline.schedule or ""].splits_backward:
+    if facts.skips and len(stages) > 1 and SCHEDULES[pipeline.schedule or ""].splits_backward:
         yield (
             "a schedule that splits the backward does not tell which parameters a forward that reads values has reached; take "
             f"{ONE_F_ONE_B}, say"

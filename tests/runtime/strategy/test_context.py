@@ -13,8 +13,8 @@ from rlplace.runtime.job.distribute import parallelize
 from rlplace.runtime.state.whole import whole_tensor
 from rlplace.runtime.strategy.attention import NO_RING
 from rlplace.runtime.strategy.context_facts import context_facts
+from rlplace.runtime.strategy.fact_records import Conduct
 from rlplace.runtime.strategy.run import prepare
-from rlplace.runtime.strategy.why_not import Conduct
 from tests.runtime import small_models
 from tests.runtime.job.launch import run
 from tests.runtime.strategy.native_worker import difference, mixture

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from rlplace.plan.strategy import Strategy
-from rlplace.runtime.strategy.why_not import Conduct, ContextFacts, ModelFacts, TensorFacts, why_not
+from rlplace.runtime.strategy.fact_records import Conduct, ContextFacts, ModelFacts, TensorFacts
+from rlplace.runtime.strategy.why_not import why_not
 from tests.runtime.strategy.native_cases import BLOCKS, beside, chain, flat
 
 SHARED, HALVES = {"mesh": {"shard": 2}, "sharding": 1}, [(0, 1), (2, 3)]
@@ -71,7 +72,7 @@ REFUSED = [
     (flat("llama", {"branch": 4}, 0, batch=2), None, "the axis branch is not run"),
     (SPREAD, facts_of(no_experts="no module has"), "no module has"),
     (SPREAD, facts_of(experts=3), "does not divide 3"),
-    (SPREAD, facts_of(branches=True, varies=True), "processes that wait for tokens"),
+    (SPREAD, facts_of(branches=True, skips=True), "processes that wait for tokens"),
     (SPREAD | {"microbatches": [1, 3, 2, 2]}, None, "each other's tokens"),
     (flat("llama", {"shard": 4}, 1, expert=2, offload="all"), None, "spread experts in host memory"),
     (flat("llama", {"shard": 2, "tensor": 2}, 1, expert=2, sequence_parallel=True), None, "take the whole sequence"),

@@ -110,7 +110,7 @@ def test_replicas_that_reach_unlike_parameters_train_as_the_plain_model():
 @pytest.mark.parametrize("flagged", [False, True])
 def test_facts_say_whether_blocks_or_only_parameters_depend_on_values(flagged):
     facts = examine(Model(flagged).double(), {name: value[:2] for name, value in BATCH.items()})
-    assert facts.varies and facts.branches == flagged
+    assert facts.skips and facts.branches == flagged
     shares, unlike = CASES["shares"][1], CASES["unlike blocks"][1]
     assert why_not(unlike, facts, "2.13.0") is None
     assert ("sharding=1" in (why_not(shares, facts, "2.13.0") or "")) == flagged

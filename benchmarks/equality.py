@@ -34,7 +34,7 @@ from benchmarks.groups import run_jobs
 from benchmarks.harness import ROOT, Row, add_row, arguments, markdown, one_thread, read_rows, replaced, write_rows
 from rlplace.errors import InputError
 from rlplace.plan.strategy import HEADS, RING, TARGETS, Strategy
-from rlplace.runtime.state.whole import own_part
+from rlplace.runtime.state.whole import own_part, seen
 from rlplace.runtime.strategy.capture import capture
 from rlplace.runtime.strategy.context_facts import context_facts
 from rlplace.runtime.strategy.fact_records import Conduct
@@ -59,6 +59,7 @@ FEW = (
 Plan = Callable[[Sequence[str]], dict[str, Any]]
 HOW = ("", "full", "selective")
 SPREAD, MIXTURES = "experts", ("mixtral", "qwen3_moe", "gpt_oss")
+DIVIDED, RECOMMENDER = "tables", "recommender"
 PARTS, NO_SEQUENCES = "context", ("vit", "mlp", "resnet")
 BESIDE, UNLIKE_MIXTURES = "unlike", ("mixtral", "qwen3_moe")
 UNLIKE_KINDS = ("gpt2", "llama", *UNLIKE_MIXTURES)
@@ -151,6 +152,23 @@ def spread_plans() -> Iterator[tuple[str, str, Plan]]:
         yield f"PP+EP 4+FSDP{more}", SPREAD, _chain(2, 1, "1f1b", four, 1, recompute=how, expert=4)
         yield f"PP zbv+EP 2+FSDP{more}", SPREAD, _chain(2, 2, "zbv", four, 1, recompute=how, expert=2)
         yield f"PP+EP 4+TP+FSDP{more}", SPREAD, _chain(2, 1, "1f1b", pair, 1, recompute=how, expert=4)
+
+
+def table_plans() -> Iterator[tuple[str, str, Plan]]:
+    """Yields strategies that divide the four embedding tables of a recommender."""
+    ways = {
+        "rows": ("rows",) * 4,
+        "columns": ("columns",) * 4,
+        "whole": ("table 7", "table 0", "table 3", "table 0"),
+        "mixed": ("columns", "rows", "table 5", None),
+    }
+    for way, words in ways.items():
+        tables = {f"tables.{number}": word for number, word in enumerate(words) if word is not None}
+        yield f"{way} replicate", DIVIDED, _flat({"replicate": 8}, 0, tables=tables)
+        yield f"{way} FSDP 1", DIVIDED, _flat({"shard": 8}, 1, tables=tables)
+        yield f"{way} hybrid", DIVIDED, _flat({"replicate": 2, "shard": 4}, 2, tables=tables)
+        yield f"{way} FSDP 3", DIVIDED, _flat({"shard": 8}, 3, tables=tables)
+        yield f"{way} FSDP 3 full", DIVIDED, _flat({"shard": 8}, 3, tables=tables, recompute="full")
 
 
 def context_plans(mixture: bool) -> Iterator[tuple[str, str, Plan]]:
@@ -311,6 +329,9 @@ def unlike_plans(kind: str) -> Iterator[tuple[str, str, Plan]]:
 
 
 def _plans_for(kind: str) -> Iterator[tuple[str, str, Plan]]:
+    if kind == RECOMMENDER:
+        yield from table_plans()
+        return
     yield from plans()
     if kind in UNLIKE_KINDS:
         yield from unlike_plans(kind)
@@ -354,12 +375,12 @@ def _plain(kind: str, model: nn.Module) -> dict[str, Any]:
 def gradients(model: Any) -> dict[str, torch.Tensor]:
     """Copies the gradients of a model by name."""
     named = model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else model.named_parameters()
-    return {name: value.grad.clone() for name, value in named if value.grad is not None}
+    return {name: seen(value, value.grad).clone() for name, value in named if value.grad is not None}
 
 
 def _values(model: Any) -> dict[str, torch.Tensor]:
     named = model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else model.named_parameters()
-    return {name: value.detach().clone() for name, value in (*named, *model.named_buffers())}
+    return {name: seen(value).detach().clone() for name, value in (*named, *model.named_buffers())}
 
 
 def difference(own: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], floor: float) -> float:
@@ -474,6 +495,7 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
         "Experts over devices": SPREAD,
         "Parts of the positions": PARTS,
         "Unlike pipelines side by side": BESIDE,
+        "Divided embedding tables": DIVIDED,
     }
     for title, how in tables.items():
         if shown := [row for row in rows if row["cell"].rpartition("|")[2] == how]:

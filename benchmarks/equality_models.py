@@ -117,6 +117,32 @@ class _ResNet(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class _Recommender(nn.Module):
+    """Tables of few rows, and of rows that do not divide; means with a padding, sums, single ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(
+            [
+                nn.EmbeddingBag(50, 6, mode="mean", padding_idx=1),
+                nn.Embedding(61, 6, padding_idx=0),
+                nn.EmbeddingBag(41, 6, mode="sum"),
+                nn.EmbeddingBag(3, 6, mode="sum"),
+            ]
+        )
+        self.bottom, self.top = nn.ModuleList([nn.Linear(4, 6)]), nn.ModuleList([nn.Linear(5 * 6, 8), nn.Linear(8, 4)])
+
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        mean, one, total, few = self.tables
+        looked_up = [mean(ids % 50), one(ids[:, 0]), total(ids % 41), few(ids % 3), self.bottom[0](dense)]
+        return self.top[1](self.top[0](torch.cat(looked_up, 1)).tanh())
+
+
+def _clicks(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    dense = torch.randn(BATCH, 4, generator=generator, dtype=torch.float64)
+    return {"dense": dense, "ids": torch.randint(0, 61, (BATCH, 5), generator=generator)}
+
+
 def _causal(name: str, **options: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         import transformers
@@ -176,6 +202,7 @@ KINDS = {
         _causal("GptOss", **SIZES, num_key_value_heads=4, head_dim=8, intermediate_size=16, **EXPERTS), *TEXT
     ),
     "mlp": Kind(_mlp, _vectors, _square),
+    "recommender": Kind(_Recommender, _clicks, _square),
     "resnet": Kind(_ResNet, _images, _square),
     "opt": Kind(
         _causal(

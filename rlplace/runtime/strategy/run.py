@@ -123,7 +123,7 @@ def prepare(
     captured = capture(model, example_inputs, named) if stage.sequence_parallel else None
     attending = observe_attention(model, example_inputs, named) if place.context > 1 else None
     move(model, place.device)
-    if layouts is not None:
+    if layouts is not None and stage.axis("tensor") > 1:  # of another pipeline else
         lay_out(place, stage, layouts, found, captured)
     if strategy.couple == "gather" and loss is None and place.data_degree > 1:
         forward = GatheredForward(model, meta, place, strategy.mixing, named)

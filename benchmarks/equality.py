@@ -474,13 +474,17 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
     """Makes the page of the docs: its text with the figures of the rows, and their tables."""
     refused = [row for row in rows if "refused" in row]
     wrong = [f"{row['kind']} {row['cell']}" for row in rows if "failed" in row]
-    run = [row for row in rows if "loss" in row]
+    compared = [row for row in rows if "loss" in row]
+    run = [row for row in compared if holds({"norm": 0.0, **row})]  # older rows clipped nothing
+    rounded = [row for row in compared if row not in run]
+    coarse = f"{len(rounded)} rounded by norms in single precision, " if rounded else ""
     summary = (
-        f"{len(rows)} cells: {len(run)} equal, {len(refused)} refused ({len(refused) / len(rows):.0%}), {len(wrong)} failed. "
+        f"{len(rows)} cells: {len(run)} equal, {coarse}{len(refused)} refused ({len(refused) / len(rows):.0%}), "
+        f"{len(wrong)} failed. "
         f"Largest difference of a gradient {max(row['gradient'] for row in run):.0e}, "
         f"of what was trained {max(row['trained'] for row in run):.0e}. torch {rows[0]['torch'].partition('+')[0]}."
     )
-    least, clipped = max(max(row["loss"], row.get("norm", 0.0)) for row in run), sum("norm" in row for row in run)
+    least, clipped = max(max(row["loss"], row.get("norm", 0.0)) for row in run), sum("norm" in row for row in compared)
     text = PAGE.read_text().partition("## Plain")[0].rstrip() + "\n"
     text = replaced(text, r"\d+ kinds of models of four", f"{len({row['kind'] for row in rows})} kinds of models of four")
     text = replaced(text, r"In \d+ cells the", f"In {clipped} cells the")

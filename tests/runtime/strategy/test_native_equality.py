@@ -68,6 +68,12 @@ CASES = {
         "gpt2",
         beside(chain("gpt2", QUARTERS[:2], "1f1b", batch=6, **ALONE), flat("gpt2", {"tensor": 2}, 0, batch=2, devices=(2, 3))),
     ),
+    "a tensor group beside replicas, tied": (
+        "gpt2",
+        beside(
+            flat("gpt2", {"tensor": 2}, 0, batch=4, devices=(0, 1)), flat("gpt2", {"replicate": 2}, 0, batch=4, devices=(2, 3))
+        ),
+    ),
     "a v beside two alone, tied": (
         "gpt2",
         beside(

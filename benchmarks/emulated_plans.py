@@ -136,14 +136,20 @@ def plain(shapes: Shapes) -> Drafts:
             yield chain(f" + {axis}", schedule, 2, 4, **sizes)
 
 
-def experts(shapes: Shapes) -> Drafts:
-    """Yields strategies of a mixture: experts spread over all hosts or over pairs, at every level, and not at all."""
-    flat, chain = shapes.flat, shapes.chain
+def _undivided(shapes: Shapes) -> Drafts:
+    """Yields strategies that divide neither experts nor positions."""
+    flat = shapes.flat
     yield flat("one device", 1)
     yield flat("replicate", 1, replicate=HOSTS)
     yield flat("tensor", 1, tensor=HOSTS)
     for level in (1, 3):
         yield flat(f"shard {level}", 1, shard=HOSTS, sharding=level)
+
+
+def experts(shapes: Shapes) -> Drafts:
+    """Yields strategies of a mixture: experts spread over all hosts or over pairs, at every level, and not at all."""
+    flat, chain = shapes.flat, shapes.chain
+    yield from _undivided(shapes)
     for degree in (2, 4):
         for level in (1, 2, 3):
             yield flat(f"shard {level} + expert {degree}", 1, shard=HOSTS, sharding=level, expert=degree)
@@ -167,11 +173,7 @@ def experts(shapes: Shapes) -> Drafts:
 def context(shapes: Shapes) -> Drafts:
     """Yields strategies of long samples: positions divided by all hosts or by pairs, beside every axis, and not at all."""
     flat, chain = shapes.flat, shapes.chain
-    yield flat("one device", 1)
-    yield flat("replicate", 1, replicate=HOSTS)
-    yield flat("tensor", 1, tensor=HOSTS)
-    for level in (1, 3):
-        yield flat(f"shard {level}", 1, shard=HOSTS, sharding=level)
+    yield from _undivided(shapes)
     for passes in (1, 2, 4):
         yield flat("context 4", passes, context=4)
     for passes in (1, 2):

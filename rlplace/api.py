@@ -35,7 +35,7 @@ STRATEGY_PLANNERS = ("agent", "best", CLASSICAL, *OF_STRATEGIES)
 """Names that answer whole strategies: the first two by the classical search, until a learned one comes."""
 
 PLACEMENT, AUTO = "placement", "auto"
-"""Spaces by name: placements; what the runtime can execute for this model; also what cannot run yet."""
+"""Spaces by name: placements; what the runtime can execute for this model."""
 
 FIXED = ("microbatch", "microbatches", "schedule")
 """Options of `place` that restrict the space of whole strategies."""

@@ -153,15 +153,17 @@ def _kernels(query: Tensor) -> tuple[Any, Any]:
 
 def _on_shared(kernel: Any, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Any:
     """Calls a kernel with heads of keys and values repeated for the queries that share them."""
-    times = query.shape[1] // key.shape[1]
-    return kernel(query, *(one.repeat_interleave(times, 1) if times > 1 else one for one in (key, value)), **how)
+    return kernel(query, _for_all(query, key), _for_all(query, value), **how)
 
 
 def _behind_shared(kernel: Any, *, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Any:
-    times = query.shape[1] // key.shape[1]
-    wide = [one.repeat_interleave(times, 1) if times > 1 else one for one in (key, value)]
-    grads = kernel(query=query, key=wide[0], value=wide[1], **how)
-    return grads[0], *(one.unflatten(1, (-1, times)).sum(2) for one in grads[1:3])
+    grads = kernel(query=query, key=_for_all(query, key), value=_for_all(query, value), **how)
+    return grads[0], *(one.unflatten(1, (key.shape[1], -1)).sum(2) for one in grads[1:3])
+
+
+def _for_all(query: Tensor, shared: Tensor) -> Tensor:
+    times = query.shape[1] // shared.shape[1]
+    return shared.repeat_interleave(times, 1) if times > 1 else shared
 
 
 class NormOfGroup(BatchNorm):

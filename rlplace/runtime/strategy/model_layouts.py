@@ -251,7 +251,9 @@ def lay_out(
     *,
     across: bool = False,
 ) -> None:
-    """Puts the layouts of some units in place; the captured forward matters for sequence parallelism alone.
+    """Puts the layouts of some units in place, none without a tensor group.
+
+    The captured forward matters for sequence parallelism alone.
 
     Args:
         place: Coordinates of this process.
@@ -262,6 +264,8 @@ def lay_out(
         across: Whether activations cross between stages in parts (`stay_parts`).
     """
     degree = stage.axis("tensor")
+    if degree == 1:
+        return
     layouts = TensorParallel(place.mesh["tensor"], stage.sequence_parallel, place.device)
     # A plan's words may leave a vocabulary whole; names of one table are laid out together.
     tables = [path for path in found.vocabulary if path in units and (not stage.tensor or path in stage.tensor)]

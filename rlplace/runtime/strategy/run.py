@@ -123,7 +123,7 @@ def prepare(
     captured = capture(model, example_inputs, named) if stage.sequence_parallel else None
     attending = observe_attention(model, example_inputs, named) if place.context > 1 else None
     move(model, place.device)
-    if layouts is not None and stage.axis("tensor") > 1:  # of another pipeline else
+    if layouts is not None:
         lay_out(place, stage, layouts, found, captured)
     if strategy.couple == "gather" and loss is None and place.data_degree > 1:
         forward = GatheredForward(model, meta, place, strategy.mixing, named)
@@ -180,7 +180,7 @@ def _pipelined(
         join_statistics(root, place, everywhere=statistics == "batch")
         own = {id(module) for module in root.modules()}
         inside = {path: module for path, module in captured.units.items() if id(module) in own}
-        if layouts is not None and pipeline.stages[number].axis("tensor") > 1:
+        if layouts is not None:
             lay_out(place, pipeline.stages[number], layouts, inside, captured, across=across)
         own_values = {f"body.{name}": value for name, value in values.items()}
         wrap_stage(root, inside, pipeline.stages[number], place, own_values, pipelined=True, mixed_precision=mixed_precision)

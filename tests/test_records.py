@@ -18,7 +18,7 @@ from rlplace.files import MAX_FILE_BYTES, read_json, read_text, write_json
 from rlplace.plan import PlacementPlan
 from rlplace.plan.plan import make_plan
 from rlplace.problem.generate import random_problem
-from rlplace.records import Count, Number, Record, Text, Whole, build, check_record, plain
+from rlplace.records import Count, Number, Record, Text, Whole, build, check_record, plain, trusted
 from rlplace.text import bytes_text, gb, ms, percent, seconds_text, table
 
 
@@ -119,6 +119,18 @@ def test_a_record_made_in_python_is_checked_like_a_file():
     check_record(Item("a", size_bytes=np.int64(3)), "item")
     with pytest.raises(InputError, match="item: size_bytes: expected a whole number from 0 up, found -3"):
         check_record(Item("a", size_bytes=np.int64(-3)), "item")
+
+
+def test_trusted_records_are_not_checked_and_others_are_again() -> None:
+    wrong = Item("a", size_bytes=-3)
+    with trusted():
+        check_record(wrong, "item")
+    with pytest.raises(InputError, match="item"):
+        check_record(wrong, "item")
+    with pytest.raises(KeyError), trusted():
+        raise KeyError
+    with pytest.raises(InputError, match="item"):
+        check_record(wrong, "item")
 
 
 def test_units_that_fit():

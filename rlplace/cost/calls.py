@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,9 +103,25 @@ def op_launches(graph: OpGraph, host: str = "eager") -> NDArray[np.float64]:
 
 
 def op_codes(op_kind: tuple[str, ...]) -> NDArray[np.int64]:
-    """Returns int64 [N], index into `OP_KINDS`."""
-    number = {name: index for index, name in enumerate(OP_KINDS)}
-    return np.fromiter((number[name] for name in op_kind), dtype=np.int64, count=len(op_kind))
+    """Returns int64 [N], read-only, index into `OP_KINDS`."""
+    return _numbered(op_kind, OP_KINDS)
+
+
+@lru_cache(maxsize=32)
+def _numbered(values: tuple[str, ...], names: tuple[str, ...]) -> NDArray[np.int64]:
+    """Returns int64 [N], read-only, the index of each value among the names: graphs of other batches and parts share both."""
+    number = {name: index for index, name in enumerate(names)}
+    found = np.fromiter((number[name] for name in values), dtype=np.int64, count=len(values))
+    found.setflags(write=False)
+    return found
+
+
+@lru_cache(maxsize=32)
+def _batch_norms(op_target: tuple[str, ...]) -> NDArray[np.bool_]:
+    """Marks batch norms, bool [N], read-only."""
+    found = np.array(["batch_norm" in target for target in op_target], dtype=bool)
+    found.setflags(write=False)
+    return found
 
 
 def calls_of(graph: OpGraph, host: str = "eager") -> Calls:
@@ -116,8 +133,7 @@ def calls_of(graph: OpGraph, host: str = "eager") -> Calls:
     """
     kind, direction, launches = op_codes(graph.op_kind), op_directions(graph), op_launches(graph, host)
     dtypes = tuple(sorted(set(graph.op_dtype)))
-    number = {name: index for index, name in enumerate(dtypes)}
-    dtype = np.fromiter((number[name] for name in graph.op_dtype), dtype=np.int64, count=graph.num_ops)
+    dtype = _numbered(graph.op_dtype, dtypes)
     element = np.array([_ELEMENT_BYTES.get(name, 1) for name in dtypes], dtype=np.float64)[dtype]
     sizes = op_sizes(graph)
     flops, size = graph.op_flops.astype(np.float64), graph.op_bytes.astype(np.float64)
@@ -127,7 +143,7 @@ def calls_of(graph: OpGraph, host: str = "eager") -> Calls:
     flops = np.where(sizes["causal"] > 0, flops * (0.5 + 0.5 / np.maximum(sizes["keys"], 1.0)), flops)
     size = np.where(direction == 1, _backward_traffic(graph, kind, sizes) * size, size)
     # A batch norm reads its input twice, once for its statistics.
-    twice = np.array(["batch_norm" in target for target in graph.op_target], dtype=bool) & (direction == 0)
+    twice = _batch_norms(graph.op_target) & (direction == 0)
     size = np.where(twice, 1.5 * size, size)
     size = np.where(graph.op_phase == UPDATE, size * update_passes(graph), size)
     works = (graph.op_flops > 0) | (graph.op_bytes > 0)

@@ -127,6 +127,15 @@ def check_host(host: str) -> None:
 
 def times_with(table: CostTable, graph: OpGraph, kind: DeviceKind, calls: Calls, host: str) -> OpTimes:
     """Computes `explain_times` from a complete table and the graph's calls in that host mode."""
+    device, basis, which, curves = device_times(table, graph, kind, calls, host)
+    issue = issue_times(graph, table.kinds.get(base_name(kind.name), KindCosts()), host, kind)
+    return OpTimes(device, fold_issue(device, issue), basis, which, curves)
+
+
+def device_times(
+    table: CostTable, graph: OpGraph, kind: DeviceKind, calls: Calls, host: str
+) -> tuple[NDArray[np.float64], NDArray[np.int8], NDArray[np.int64], tuple[Curve, ...]]:
+    """Computes fields of `times_with` without the host: `device_s`, `basis`, `curve` and `curves` of `OpTimes`."""
     own = table.kinds.get(base_name(kind.name), KindCosts())
     seconds, basis, which, curves = _call_seconds(calls, kind, table, tf32_classes(graph))
     device: NDArray[np.float64] = np.bincount(calls.op, weights=seconds, minlength=graph.num_ops).astype(np.float64)
@@ -148,8 +157,7 @@ def times_with(table: CostTable, graph: OpGraph, kind: DeviceKind, calls: Calls,
     if modelled is not None:
         known = ~np.isnan(modelled)
         device[known], op_basis[known], op_curve[known] = modelled[known], BASES.index("calibrated"), -1
-    issue = issue_times(graph, own, host, kind)
-    return OpTimes(device, fold_issue(device, issue), op_basis, op_curve, curves)
+    return device, op_basis, op_curve, curves
 
 
 def issue_times(graph: OpGraph, costs: KindCosts, host: str, kind: DeviceKind) -> NDArray[np.float64]:

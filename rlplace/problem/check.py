@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -60,13 +61,19 @@ def check_counts(ops: int, devices: int, tensors: int, edges: int, record: str =
             raise InputError(f"{record}: {count} {what}, the limit is {most}")
 
 
+@lru_cache(maxsize=32)
+def _good_names(names: tuple[str, ...]) -> bool:
+    """Returns whether names are what `check_names` wants; graphs of other batch sizes share theirs."""
+    return all(0 < len(name) <= limits.NAME_LENGTH for name in names) and len(set(names)) == len(names)
+
+
 def check_names(names: tuple[str, ...], record: str, where: str) -> None:
     """Checks that names are strings of the length that names may have, and that none appears twice.
 
     Raises:
         InputError: Names the item by `where` and `record`.
     """
-    if all(type(name) is str and 0 < len(name) <= limits.NAME_LENGTH for name in names) and len(set(names)) == len(names):
+    if set(map(type, names)) == {str} and _good_names(names):
         return
     seen: set[str] = set()
     for index, name in enumerate(names):

@@ -1,7 +1,7 @@
 """What blocks cost adds up to what the op level says: times by phase, held bytes, and the peak of a whole step."""
 
-from dataclasses import replace
-from itertools import chain
+from dataclasses import fields, replace
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -20,7 +20,8 @@ from rlplace.model.zoo import load_model
 from rlplace.problem import BACKWARD, BACKWARD_WEIGHT, FORWARD, UPDATE
 from rlplace.simulator import simulate
 from rlplace.strategy.blocks.price import PricedBlocks
-from rlplace.strategy.costs import FULL, NONE, SELECTIVE, STATISTICS, Cut
+from rlplace.strategy.blocks.rows import every_op
+from rlplace.strategy.costs import FULL, NONE, SELECTIVE, STATISTICS, BlockPassCosts, Cut
 from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.layouts.tensor_layout import LayoutSearch, divided, tensor_parts
@@ -85,6 +86,22 @@ def one_by_one(problem):
         return phase, block if phase != UPDATE else 0, op
 
     return [sorted(range(problem.num_ops), key=position), []]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
+def test_blocks_that_are_alike_are_priced_once(name, monkeypatch):
+    """Against prices of all ops: the host's lead, which no two blocks share, included."""
+    cuts = [Cut(4), Cut(4, 2), Cut(4, 2, True), Cut(4, context=2)]
+    once = PricedBlocks(captured(name), CLUSTER)
+    assert len(once._rows(False, FOUR, once._at(FOUR).first).ops) < captured(name).num_ops
+    monkeypatch.setattr(PricedBlocks, "_rows", lambda blocks, halves, *_: every_op(len(blocks._ops(halves)[1])))
+    each = PricedBlocks(captured(name), CLUSTER)
+    cuts = [cut for cut in cuts if each.why_not(cut) is None]
+    assert len(cuts) > 1
+    for kind, cut in product(range(2), cuts):
+        for field in fields(BlockPassCosts):
+            found, wanted = (getattr(blocks.passes(kind, cut), field.name) for blocks in (once, each))
+            np.testing.assert_array_equal(found, wanted, err_msg=f"{cut} {field.name}")
 
 
 @pytest.mark.slow

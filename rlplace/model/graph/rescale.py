@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import CaptureError, InputError, show, whole_number
 from rlplace.limits import MAX_BYTES
+from rlplace.memoized import memoized
 from rlplace.model.graph.opgraph import FORWARD, OpGraph
 
 _EQUAL = ("op_names", "op_module", "op_phase", "op_forward", "op_parameter", "op_colocate")
@@ -135,6 +136,7 @@ def _scaled_dims(small: OpGraph, large: OpGraph, samples: int) -> dict[int, dict
     return {op: {name: next(scaled) for name in dims} for op, dims in small.op_dims.items()}
 
 
+@memoized
 def _check_structure(small: OpGraph, large: OpGraph) -> None:
     """Refuses two graphs that are not one model's."""
     sizes = f"{small.samples} and {large.samples} samples"

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.cluster.parse import Cluster, as_cluster
+from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.calls import Calls, calls_of
-from rlplace.cost.compute import check_host, fold_issue, issue_times, times_with
-from rlplace.cost.foreign import as_costs
+from rlplace.cost.compute import check_host, device_times, fold_issue, issue_times
+from rlplace.cost.foreign import ModelledCosts, as_costs
 from rlplace.cost.scaled import base_name
 from rlplace.cost.table import CostTable, KindCosts
 from rlplace.errors import InputError
@@ -27,6 +28,7 @@ from rlplace.model.capture.weight_gradients import part_times, split_weight_grad
 from rlplace.model.graph.opgraph import BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph, with_causal_attention
 from rlplace.model.graph.rescale import affine, rescale
 from rlplace.plan.strategy import RING
+from rlplace.records import trusted
 from rlplace.strategy.blocks.blocks import find_blocks
 from rlplace.strategy.blocks.context import context_bytes, context_layout, hidden_s, why_no_context
 from rlplace.strategy.blocks.experts import find_experts
@@ -43,6 +45,7 @@ from rlplace.strategy.blocks.op_costs import (
     statistics_sums,
     ties_of,
 )
+from rlplace.strategy.blocks.rows import Rows, every_op, graph_of_rows, rows_of_blocks
 from rlplace.strategy.blocks.tables import find_tables
 from rlplace.strategy.costs import COLLECTIVE_KINDS, FULL, RECOMPUTE, BlockPassCosts, Cut, Floats, HeldCosts
 from rlplace.strategy.layouts.tensor_layout import (
@@ -67,8 +70,9 @@ class _Sized:
     """The model at a batch size and cut.
 
     Attributes:
-        whole: All ops of one device, with their kernels.
+        whole: The priced ops of one device, with their kernels.
         halves: The same with weight gradients apart.
+        rows: For both, which op represents each.
         first: int64 [B], the first block that is priced alike.
         tensor_bytes: int64 [T], of tensors of the captured graph on one device.
         temporary_bytes: int64 [N], likewise of its ops.
@@ -79,6 +83,7 @@ class _Sized:
 
     whole: tuple[OpGraph, Calls]
     halves: tuple[OpGraph, Calls]
+    rows: tuple[Rows, Rows]
     first: NDArray[np.int64]
     tensor_bytes: NDArray[np.int64]
     temporary_bytes: NDArray[np.int64]
@@ -146,6 +151,9 @@ class PricedBlocks:
 
     def why_not(self, cut: Cut) -> str | None:
         """Explains why a pass cannot be cut like that; None where it can."""
+        return self._once(("why not", cut), lambda: self._why_not(cut))
+
+    def _why_not(self, cut: Cut) -> str | None:
         if cut.expert > 1 and (reason := self._experts.why_not(cut.expert)) is not None:
             return reason
         if cut.tables > 1 and (reason := self._tables.why_not(cut.tables)) is not None:
@@ -258,7 +266,7 @@ class PricedBlocks:
 
     def _half_seconds(self, kind: int, cut: Cut) -> Floats:
         """Returns float64 [N'], the same with weight gradients apart."""
-        parts = self._priced(kind, *self._at(cut).halves)
+        parts = self._priced(kind, cut, halves=True)
         seconds: Floats = part_times(self._pass_seconds(kind, cut)[:, None], parts[:, None], self._split()[0][1])[:, 0]
         return seconds
 
@@ -331,13 +339,16 @@ class PricedBlocks:
 
     def _at(self, cut: Cut) -> _Sized:
         """Returns ops, tensors and memory at a batch size, as one device of a tensor group has them."""
-        return self._once(("sized", cut), lambda: self._sized(cut))
+        with trusted():
+            return self._once(("sized", cut), lambda: self._sized(cut))
 
     def _sized(self, cut: Cut) -> _Sized:
         layouts = self._layouts(cut)
         parts = [tensor_parts(self.graph, layout) for layout in layouts]
         sizes, temporary = (self._values(name, cut.samples) for name in ("tensor_bytes", "op_temporary_bytes"))
-        graph, split = (self._divided(halves, cut, layouts, parts) for halves in (False, True))
+        first = representatives(self.graph, self.blocks, self.classes, layouts)
+        rows = self._rows(False, cut, first), self._rows(True, cut, first)
+        graph, split = (self._divided(halves, rows[halves].ops, cut, layouts, parts) for halves in (False, True))
         moved = tuple(reduce(shares, parts[:index] + parts[index + 1 :], sizes) for index in range(len(layouts)))
         temporary = reduce(shares, [layout.op_parts for layout in layouts], temporary)
         if cut.context > 1:
@@ -355,7 +366,8 @@ class PricedBlocks:
         return _Sized(
             whole=(graph, calls_of(graph, self._host)),
             halves=(split, calls_of(split, self._host)),
-            first=representatives(self.graph, self.blocks, self.classes, layouts),
+            rows=rows,
+            first=first,
             tensor_bytes=sizes,
             temporary_bytes=temporary,
             moved_bytes=moved,
@@ -371,15 +383,36 @@ class PricedBlocks:
         values = affine(getattr(small, name), getattr(large, name), small.samples, large.samples, samples)
         return np.maximum(values, 0)
 
-    def _divided(self, halves: bool, cut: Cut, layouts: Sequence[TensorLayout], parts: Sequence[NDArray[np.int64]]) -> OpGraph:
-        """Returns the ops, or those with weight gradients apart, at a batch size, as one device of its groups runs them."""
-        graph, origin = self._once(("batch", halves, cut.samples), lambda: self._at_batch(halves, cut.samples))
+    def _rows(self, halves: bool, cut: Cut, first: NDArray[np.int64]) -> Rows:
+        """Returns which ops are priced: those of blocks that represent others, where no price depends on other blocks."""
+        origin = self._ops(halves)[1]
+        if self._host == "compiled" or isinstance(self._table, ModelledCosts) or cut.tables > 1:
+            return self._once(("rows", halves), lambda: every_op(len(origin)))
+        return self._once(("rows", halves, first.tobytes()), lambda: rows_of_blocks(self.blocks.of_op[origin], first))
+
+    def _divided(
+        self,
+        halves: bool,
+        ops: NDArray[np.int64],
+        cut: Cut,
+        layouts: Sequence[TensorLayout],
+        parts: Sequence[NDArray[np.int64]],
+    ) -> OpGraph:
+        """Returns ops, or those with weight gradients apart, at a batch size, as one device of its groups runs them."""
+        graph, origin = self._batch(halves, cut.samples)
+        if len(ops) < len(origin):
+            whole, key = graph, ("rows", halves, cut.samples, ops.tobytes())
+            graph, origin = self._once(key, lambda: graph_of_rows(whole, ops)), origin[ops]
         if cut.tables > 1:
             graph = self._tables.divided(graph, cut.tables)
         for layout, parts_of_tensor in zip(layouts, parts, strict=True):
             more = graph.num_tensors - len(parts_of_tensor)  # those between halves, of no bytes
             graph = divided(graph, layout, origin, np.pad(parts_of_tensor, (0, more), constant_values=1))
         return graph
+
+    def _batch(self, halves: bool, samples: int) -> tuple[OpGraph, NDArray[np.int32]]:
+        """Returns all ops, or those with weight gradients apart, at a batch size, and which captured op each is a part of."""
+        return self._once(("batch", halves, samples), lambda: self._at_batch(halves, samples))
 
     def _at_batch(self, halves: bool, samples: int) -> tuple[OpGraph, NDArray[np.int32]]:
         graphs: Sequence[OpGraph] = [graph for graph, _ in self._split()] if halves else self._graphs
@@ -426,15 +459,22 @@ class PricedBlocks:
         """Returns float64 [N], of every captured op."""
         found = self._at(cut)
         if kind not in found.seconds:
-            found.seconds[kind] = self._priced(kind, *found.whole)
+            found.seconds[kind] = self._priced(kind, cut, halves=False)
         return found.seconds[kind]
 
-    def _priced(self, kind: int, graph: OpGraph, calls: Calls) -> Floats:
+    def _priced(self, kind: int, cut: Cut, *, halves: bool) -> Floats:
         """Returns times of all ops; launches are serial."""
-        device = self._kinds[self.kinds[kind]]
+        found, device = self._at(cut), self._kinds[self.kinds[kind]]
+        graph, calls = found.halves if halves else found.whole
+        device_s = device_times(self._table, graph, device, calls, self._host)[0][found.rows[halves].row]
+        return fold_issue(
+            device_s, self._once(("issue", kind, halves, cut.samples), lambda: self._issue_s(device, halves, cut))
+        )
+
+    def _issue_s(self, device: DeviceKind, halves: bool, cut: Cut) -> Floats:
+        """Returns float64 [N], host time to issue every op; a cut of tensors launches as many kernels."""
         own = self._table.kinds.get(base_name(device.name), KindCosts())
-        device_s = times_with(self._table, graph, device, calls, self._host).device_s
-        return fold_issue(device_s, issue_times(graph, own, self._host, device))
+        return issue_times(self._batch(halves, cut.samples)[0], own, self._host, device)
 
     def _classes(self) -> NDArray[np.int64]:
         graph, of_op = self.graph, self.blocks.of_op

@@ -80,6 +80,12 @@ def pipeline_actions(schedule: str, num_devices: int, stages_per_device: int, mi
     Raises:
         InputError: torch has no such schedule for this number of stages or micro-batches.
     """
+    check_schedule(schedule, num_devices, stages_per_device, microbatches)
+    return [_ACTIONS[schedule](device, num_devices, stages_per_device, microbatches) for device in range(num_devices)]
+
+
+def check_schedule(schedule: str, num_devices: int, stages_per_device: int, microbatches: int) -> None:
+    """Refuses what `pipeline_actions` refuses; takes and raises the same."""
     layout = schedule_named(schedule).layout
     for what, value in (("devices", num_devices), ("stages per device", stages_per_device), ("micro-batches", microbatches)):
         whole_number(value, f"schedule {schedule}: {what}", 1)
@@ -90,7 +96,12 @@ def pipeline_actions(schedule: str, num_devices: int, stages_per_device: int, mi
             f"schedule {schedule}: stages per device: expected {wanted}, found {stages_per_device}; "
             f"use {wanted}, or the schedule {either(others)}"
         )
-    return [_ACTIONS[schedule](device, num_devices, stages_per_device, microbatches) for device in range(num_devices)]
+    if schedule == "1f1b":
+        _check_filled(schedule, num_devices, microbatches, "gpipe")
+    elif schedule == "dualpipev":
+        _check_filled(schedule, 2 * num_devices, microbatches, "zbv")
+    elif schedule in _IN_ROUNDS:
+        _check_rounds(schedule, num_devices, microbatches)
 
 
 def _gpipe(device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
@@ -100,7 +111,6 @@ def _gpipe(device: int, devices: int, stages: int, microbatches: int) -> list[Ac
 
 def _one_forward_one_backward(device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
     """Returns one forward ahead for each stage that follows; then a forward and a backward in turn."""
-    _check_filled("1f1b", devices, microbatches, "gpipe")
     ahead = devices - 1 - device
     actions = [Action(device, FORWARD_ACTION, n) for n in range(ahead)]
     for n in range(microbatches):
@@ -153,7 +163,6 @@ def _in_rounds(schedule: str, device: int, devices: int, stages: int, microbatch
     stages but one and, for each device that follows, two forwards (one when the backward is split, since only its first half
     holds up the others). A split backward leaves its weight gradient behind by as many backwards as devices precede this one.
     """
-    _check_rounds(schedule, devices, microbatches)
     split = SCHEDULES[schedule].splits_backward
     size = microbatches // max(1, microbatches // devices)  # micro-batches a round
     total = stages * microbatches
@@ -222,7 +231,6 @@ def _dual_pipe_v(device: int, devices: int, stages: int, microbatches: int) -> l
 
     Torch runs such a pair as one action, which here is two in a row. Only the first and the last backwards are split.
     """
-    _check_filled("dualpipev", 2 * devices, microbatches, "zbv")
     down, up = device, 2 * devices - 1 - device
     done: Counter[tuple[int, bool]] = Counter()
     put_off: deque[Action] = deque()
@@ -260,11 +268,13 @@ def _dual_pipe_v(device: int, devices: int, stages: int, microbatches: int) -> l
     return [*actions, *put_off]
 
 
+_IN_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
+
 _ACTIONS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
     "gpipe": _gpipe,
     "1f1b": _one_forward_one_backward,
     "looped_bfs": _looped_bfs,
-    **{name: partial(_in_rounds, name) for name in ("interleaved_1f1b", "interleaved_zero_bubble")},
+    **{name: partial(_in_rounds, name) for name in _IN_ROUNDS},
     "zbv": _zero_bubble_v,
     "dualpipev": _dual_pipe_v,
 }
@@ -285,6 +295,16 @@ def chain_actions(device_of_stage: Sequence[int], schedule: str, microbatches: i
     Raises:
         InputError: The schedule cannot run the chain on these devices, or that number of micro-batches; says what it can.
     """
+    devices, laps = _laps(device_of_stage, schedule)
+    return dict(zip(devices, pipeline_actions(schedule, len(devices), laps, microbatches), strict=True))
+
+
+def _laps(device_of_stage: Sequence[int], schedule: str) -> tuple[list[int], int]:
+    """Returns the devices of a chain in the order in which it visits them, and its stages on each.
+
+    Raises:
+        InputError: As `chain_actions`.
+    """
     layout = schedule_named(schedule).layout
     stages = [int(device) for device in device_of_stage]
     laps = stages_a_device(layout, stages)
@@ -296,8 +316,7 @@ def chain_actions(device_of_stage: Sequence[int], schedule: str, microbatches: i
             f"schedule {schedule} cannot run stages on devices {listed or '(none)'}: it needs {wanted}; "
             f"move stages{f', or use the schedule {either(fit)}' if fit else ''}"
         )
-    devices = dict.fromkeys(stages)
-    return dict(zip(devices, pipeline_actions(schedule, len(devices), laps, microbatches), strict=True))
+    return list(dict.fromkeys(stages)), laps
 
 
 def check_chain(schedule: str | None, devices_of_stage: Sequence[tuple[int, ...]], microbatches: int, where: str) -> None:
@@ -321,6 +340,7 @@ def check_chain(schedule: str | None, devices_of_stage: Sequence[tuple[int, ...]
         raise InputError(f"{where}: {len(devices_of_stage)} stages need a schedule for chains: {known}")
     number = {devices: index for index, devices in enumerate(dict.fromkeys(devices_of_stage))}
     try:
-        chain_actions([number[devices] for devices in devices_of_stage], schedule, microbatches)
+        order, laps = _laps([number[devices] for devices in devices_of_stage], schedule)
+        check_schedule(schedule, len(order), laps, microbatches)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None

@@ -16,13 +16,14 @@ from rlplace.errors import InfeasibleError, InputError
 from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.drafts import Draft, Mesh, kind_of
 from rlplace.strategy.executor.evaluate import DraftEvaluator
+from rlplace.strategy.search.by_kind import starts_by_kind
 from rlplace.strategy.search.cuts import balanced_bounds
 from rlplace.strategy.search.fit import fitted, steps
 from rlplace.strategy.search.moves import Moves
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import OutOfBudgetError, SearchProblem, Tries
-from rlplace.strategy.search.uniform import UniformOptions
+from rlplace.strategy.search.uniform import Listed, Option, UniformOptions, listed
 from tests.captured import captured
 from tests.strategy.brute_force import quicker, small_question
 from tests.strategy.random_costs import random_costs
@@ -79,6 +80,39 @@ def test_bounds_of_uniform_strategies_hold(text: str) -> None:
         assert tried.step_s >= option.bound_s * (1 - 1e-9)
         checked += np.isfinite(tried.step_s)
     assert checked > 50
+
+
+def test_starts_by_kind_have_places_of_one_kind() -> None:
+    asked = question(1, "a100-80g:2x4+t4:2x4,ib=400g", batch=32)
+    kinds = [kind.name for kind in asked.cluster.kinds]
+    drafts = list(starts_by_kind(asked))
+    shapes = set()
+    for draft in drafts:
+        own = [{kinds[device] for device in place.devices} for place in draft.places]
+        assert draft.batch == 32 and all(len(one) == 1 for one in own)
+        assert len({place.data_degree for place in draft.places}) == 1
+        assert np.isfinite(Tries(asked).score(draft).step_s)
+        shapes.add(tuple(len(place.devices) for place in draft.places))
+    assert any(len(set(widths)) > 1 for widths in shapes)  # the kinds differ in their tensor degree
+    assert len(shapes) > 4
+    assert not list(starts_by_kind(question(1, "a100-80g:4")))
+    only = question(1, "a100-80g:2x4+t4:2x4,ib=400g", batch=32, space="tensor=2 schedule=1f1b")
+    assert {place.tensor for draft in starts_by_kind(only) for place in draft.places} == {2}
+    assert {draft.schedule for draft in starts_by_kind(only)} == {"1f1b"}
+
+
+def test_a_listing_that_time_cuts_is_listed_later() -> None:
+    """Whole layers on all devices come first, at any rate; the rest of the same options follows."""
+    asked = question(1, "a100-80g:2+t4:2")
+    whole, cut = listed(asked), listed(asked, seconds=0.0)
+    assert whole.complete and not cut.complete
+    assert {option.shape.axes.tensor for option in cut.first} == {1}
+    assert {len(option.shape.devices) for option in cut.first} == {4}
+
+    def every(found: Listed) -> set[Option]:
+        return {*found.first, *found.rest()}
+
+    assert every(whole) == every(cut) == set(UniformOptions(asked).every())
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ class Balance:
     def __init__(self, costs: BlockCosts, cluster: Cluster) -> None:
         self._costs = costs
         self._kind = kind_numbers(costs, cluster)
+        self._bit = np.left_shift(1, np.array(self._kind, dtype=np.int64))
         self._kinds: dict[tuple[tuple[int, ...], int], tuple[Kinds, ...]] = {}
         self._seconds: dict[tuple[Kinds, Cut], Floats] = {}
         self._stages: dict[tuple[tuple[Kinds, ...], Cut | tuple[Cut, ...], tuple[int, ...]], Stages] = {}
@@ -66,9 +67,8 @@ class Balance:
         """Returns the kinds of the devices of equal consecutive places."""
         key = (devices, places)
         if key not in self._kinds:
-            width = len(devices) // places
-            own = [devices[start : start + width] for start in range(0, len(devices), width)]
-            self._kinds[key] = tuple(frozenset(self._kind[device] for device in members) for members in own)
+            bits = np.bitwise_or.reduce(self._bit[list(devices)].reshape(places, -1), axis=1)
+            self._kinds[key] = tuple(map(self._members, bits.tolist()))
         return self._kinds[key]
 
     def pass_s(self, kinds: Kinds, cut: Cut) -> Floats:
@@ -105,21 +105,23 @@ class Balance:
 
     def replicas_s(self, draft: Draft) -> Floats:
         """Returns float64 [D], seconds of a micro-batch through all stages of every replica, on the slowest devices."""
-        degree, (sizes, _) = draft.data_degree, draft.shares
-        known: dict[tuple[Kinds, Cut, int], float] = {}
+        degree, sizes = draft.data_degree, np.array(draft.shares[0])
         total_s = np.zeros(degree)
         for number, place in enumerate(draft.places):
-            width, share = len(place.devices) // place.data_degree, degree // place.data_degree
-            for own in range(place.data_degree):
-                kinds = self.kinds(place.devices[own * width : (own + 1) * width], 1)[0]
-                key = kinds, place.cut(sum(sizes[own * share : (own + 1) * share])), number
-                if key not in known:
-                    seconds, known[key] = self.pass_s(*key[:2]), 0.0
-                    for at, blocks in zip(draft.place_of_stage, draft.ranges, strict=True):
-                        if at == number:
-                            known[key] += float(seconds[blocks.start : blocks.stop].sum())
-                total_s[own * share : (own + 1) * share] += known[key]
+            inside = [blocks for at, blocks in zip(draft.place_of_stage, draft.ranges, strict=True) if at == number]
+            own = [block for blocks in inside for block in blocks]
+            share = degree // place.data_degree
+            bits = np.bitwise_or.reduce(self._bit[list(place.devices)].reshape(place.data_degree, -1), axis=1)
+            looks, which = np.unique(
+                np.stack([bits, sizes.reshape(-1, share).sum(axis=1)], axis=1), axis=0, return_inverse=True
+            )
+            taken_s = [self.pass_s(self._members(bit), place.cut(samples))[own].sum() for bit, samples in looks.tolist()]
+            total_s += np.repeat(np.array(taken_s)[which.reshape(-1)], share)
         return total_s
+
+    def _members(self, bits: int) -> Kinds:
+        """Returns the kinds whose bits are set."""
+        return frozenset(kind for kind in range(len(self._costs.kinds)) if bits >> kind & 1)
 
 
 def balanced_bounds(seconds: Floats, part_row: Sequence[int]) -> tuple[int, ...]:

@@ -19,13 +19,14 @@ from rlplace.plan.prediction import too_large
 from rlplace.records import plain
 from rlplace.strategy.costs import Cut
 from rlplace.strategy.drafts import Draft, kind_of
+from rlplace.strategy.search.by_kind import starts_by_kind
 from rlplace.strategy.search.fit import fitted, tuned
 from rlplace.strategy.search.moves import Moves
 from rlplace.strategy.search.published import published_starts
 from rlplace.strategy.search.shapes import divisors
 from rlplace.strategy.search.stages import try_stages
 from rlplace.strategy.search.tries import OutOfBudgetError, Progress, SearchProblem, Tried, Tries
-from rlplace.strategy.search.uniform import Option, UniformOptions, by_sets, try_rivals, try_uniform
+from rlplace.strategy.search.uniform import UniformOptions, listed, try_rivals, try_uniform
 from rlplace.strategy.search.unlike import try_unlike
 
 STARTS = 4
@@ -33,6 +34,9 @@ STARTS = 4
 
 UNIFORM_PART = 0.4
 """Part of the budget for uniform strategies before the search goes on from them."""
+
+BY_KIND_PART = 0.15
+"""Part of the budget for starts with a shape for each kind of device."""
 
 TABLES_PART = 0.15
 """Part of the budget for tables of stages."""
@@ -46,8 +50,11 @@ CHAINS_PART = 0.5
 PATIENCE = 3
 """Uniform strategies end earlier where none was better in so many times the calls up to the best."""
 
-LEAST_PART = 0.6
-"""Part of the seconds that is left at least when all options are priced and the rivals are evaluated."""
+LISTING_PART = 0.3
+"""Part of the seconds after which no further uniform strategies are listed before the search."""
+
+LEAST_PART = 0.4
+"""Part of the seconds that is left at least when the rivals are evaluated."""
 
 BEAM = 8
 """Drafts from which local search goes on."""
@@ -101,15 +108,22 @@ def search(
     """
     tries = Tries(problem, calls=calls, time_limit_s=time_limit_s, progress=progress)
     tries.timed = False
-    options, rivals, rest = by_sets(problem)
-    others, complete, all_kinds = try_uniform(tries, options), True, False
+    options = listed(problem, LISTING_PART * tries.budget.seconds)
+    others, complete, all_kinds = try_uniform(tries, options.first), True, False
     uniform: list[Tried | None] = []
     try:
-        uniform.extend(try_rivals(tries, rivals))
-        all_kinds = True
+        uniform.extend(try_rivals(tries, options.rivals))
+        all_kinds = options.complete
         tries.end_by_time(LEAST_PART)
+        first: list[Tried | None] = []
+        by_kind = list(starts_by_kind(problem))  # which prices what others need, too
+        until_part = tries.spent() + BY_KIND_PART
+        for draft in by_kind:
+            first.append(fitted(tries, draft, SLACK * tries.best_s))
+            if tries.spent() > until_part:
+                break
         stages = try_stages(tries, tries.spent() + TABLES_PART)
-        first = list(itertools.islice(stages, FIRST_STAGES))
+        first += itertools.islice(stages, FIRST_STAGES)
         best_s, until = math.inf, 0
         for tried in others:
             uniform.append(tried)
@@ -126,13 +140,13 @@ def search(
         try_unlike(tries, _explore)
         improve(tries, [*starts(tries), *chains[:STARTS]])
         improve(tries, list(starts(tries)), thorough=True)
-        uniform.extend(itertools.chain(others, try_uniform(tries, rest())))
+        uniform.extend(itertools.chain(others, try_uniform(tries, options.rest())))
     except OutOfBudgetError:
         complete = False
     known = tries.known()
     ranked = tuple(tried for tried in known if tried.fits)
     if not ranked:
-        raise _nothing(tries, bool(options or rivals), complete)
+        raise _nothing(tries, bool(options.first or options.rivals), complete)
     of_kinds = {kind_of(tried.draft): tried for tried in reversed(known) if math.isfinite(tried.step_s)}
     refused = {kind_of(tried.draft): tried.reason for tried in known if tried.reason}
     best = min(filter(None, uniform), key=lambda tried: tried.step_s, default=None)
@@ -141,7 +155,7 @@ def search(
 
 def _explore(tries: Tries) -> None:
     """Tries uniform strategies, and better ones near them; raises as `improve` does."""
-    for _ in try_uniform(tries, sorted(UniformOptions(tries.problem).every(), key=Option.key)):
+    for _ in try_uniform(tries, listed(tries.problem, LISTING_PART * tries.budget.seconds).first):
         pass
     improve(tries, list(starts(tries)))
 

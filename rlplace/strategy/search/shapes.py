@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
-from rlplace.plan.schedule import LOOP, ONE, SCHEDULES, V
+from rlplace.plan.schedule import GPIPE, LOOP, LOOPED_BFS, ONE, SCHEDULES, V
 from rlplace.plan.strategy import CONTEXT_METHODS, GATHER, ContextMethod
 from rlplace.strategy.drafts import Mesh, kind_named
 from rlplace.strategy.search.space import Space
@@ -126,11 +127,6 @@ class Shape:
         """The place of every stage."""
         return stage_order(self.places, self.schedule, self.chunks)
 
-    @property
-    def splits(self) -> bool:
-        """True where gradients of weights are computed later than others."""
-        return self.schedule is not None and SCHEDULES[self.schedule].splits_backward
-
 
 def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
     """Returns sets of devices: every set of kinds, of one kind the first 1, 2, 4, ... and whole hosts; largest first."""
@@ -154,11 +150,13 @@ def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
     return list(sets)
 
 
-def shapes(problem: SearchProblem, devices: tuple[int, ...]) -> Iterator[Shape]:
-    """Yields all uniform ways to use a set of devices."""
+def forms(problem: SearchProblem, devices: tuple[int, ...]) -> Iterator[tuple[int, Mesh]]:
+    """Yields numbers of places, and meshes of each without devices: all uniform ways to divide a set of devices."""
     space, hosts = problem.space, [problem.cluster.hosts[device] for device in devices]
-    per_host = max(1, min(hosts.count(host) for host in set(hosts)))
+    per_host = max(1, min(Counter(hosts).values()))
     for places in space.only("pipeline", divisors(len(devices))):
+        if places > len(problem.costs.names):
+            continue
         width = len(devices) // places
         for tensor in space.only("tensor", divisors(width)):
             # A tensor group exchanges activations in every block: it stays inside a host unless the space asks for more.
@@ -170,10 +168,9 @@ def shapes(problem: SearchProblem, devices: tuple[int, ...]) -> Iterator[Shape]:
                 inside = per_host // (tensor * context)
                 methods: Sequence[ContextMethod] = space.only("context_method", CONTEXT_METHODS) if context > 1 else (GATHER,)
                 for axes in _meshes(problem, width // tensor // context, context, tensor, inside, places > 1):
-                    for chunks, schedule in chains(space, places, len(problem.costs.names)):
-                        ways = (True, False) if tensor > 1 else (False,), methods, _tables(problem, axes, places)
-                        for sequence, method, tables in itertools.product(*ways):
-                            yield Shape(devices, places, chunks, Mesh((), *axes, sequence, method, tables), schedule)
+                    ways = (True, False) if tensor > 1 else (False,), methods, _tables(problem, axes, places)
+                    for sequence, method, tables in itertools.product(*ways):
+                        yield places, Mesh((), *axes, sequence, method, tables)
 
 
 def _meshes(
@@ -209,6 +206,8 @@ def chains(space: Space, places: int, blocks: int) -> Iterator[tuple[int, str | 
         return
     for name in space.only("schedule", SCHEDULES):
         counts = {ONE: (1,), LOOP: (1, 2, 3, 4), V: (2,)}[SCHEDULES[name].layout]
+        if name == LOOPED_BFS and space.allows("schedule", GPIPE):  # with one stage a place it is GPipe's
+            counts = counts[1:]
         for chunks in space.only("virtual", counts):
             if places * chunks <= blocks:
                 yield chunks, name

@@ -16,6 +16,7 @@ from rlplace.budget import Budget
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Pipeline, Strategy
+from rlplace.records import trusted
 from rlplace.strategy.costs import BlockCosts, Cut
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor.evaluate import DraftEvaluator
@@ -215,7 +216,8 @@ class Tries:
             return None
         if (look := tuple(map(_look, draft.pipelines))) not in self._runs:
             try:
-                self._runs[look] = problem.why_not(draft)
+                with trusted():
+                    self._runs[look] = problem.why_not(draft)
             except InputError as error:  # it is no strategy at all
                 self._runs[look] = str(error)
         return self._runs[look]

@@ -8,21 +8,27 @@ asks for. Those that may fit come first, the lowest estimate before others; a bo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from rlplace.errors import InputError
+from rlplace.plan.actions import check_schedule
+from rlplace.plan.schedule import SCHEDULES
 from rlplace.plan.strategy import CONTEXT_METHODS
-from rlplace.strategy.costs import RECOMPUTE, Floats
-from rlplace.strategy.drafts import KINDS, Draft, Mesh, plain_draft
+from rlplace.strategy.costs import RECOMPUTE, Cut, Floats
+from rlplace.strategy.drafts import KINDS, Draft, Mesh, kind_named, plain_draft
 from rlplace.strategy.search.cuts import Balance
 from rlplace.strategy.search.fit import fitted, in_flight
-from rlplace.strategy.search.shapes import Shape, device_sets, equal_shares, shapes, unlike_shares
+from rlplace.strategy.search.shapes import Shape, chains, device_sets, equal_shares, forms, stage_order, unlike_shares
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import SearchProblem, Tried, Tries
 
@@ -39,8 +45,7 @@ RIVALS = 4
 """Drafts of every kind with one dimension that are evaluated before all others, so that a plan can name its rivals."""
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """A uniform strategy.
 
     Attributes:
@@ -69,13 +74,59 @@ class Option:
         return _draft(self.shape, self.sizes, self.counts, balance)
 
 
+class _Chains(NamedTuple):
+    """The O ways to run a chain on so many places, of at most S stages on P places, and their G orders of stages.
+
+    Attributes:
+        names: Stages a place, and schedule, of each.
+        orders: The place of every stage.
+        order: int64 [O], the number of the order of each.
+        splits: int64 [O], 1 where the backward is split.
+        alone: bool [O], whether every place has one stage.
+        holds: float64 [O, S, P], 1 where a stage is on a place.
+    """
+
+    names: tuple[tuple[int, str | None], ...]
+    orders: tuple[tuple[int, ...], ...]
+    order: NDArray[np.int64]
+    splits: NDArray[np.int64]
+    alone: NDArray[np.bool_]
+    holds: Floats
+
+
 class _Spread(NamedTuple):
-    """A batch spread over replicas and micro-batches, as in drafts; first blocks of stages; see `Option.bound_s`."""
+    """A batch spread over replicas and micro-batches, as in drafts.
+
+    Attributes:
+        sizes: As in drafts; so is `counts`.
+        counts: Micro-batches.
+        bounds: int64 [G, S + 1], first blocks of the stages of each order.
+        bound_s: float64 [O], see `Option.bound_s`.
+    """
 
     sizes: tuple[int, ...]
     counts: tuple[int, ...]
-    bounds: tuple[int, ...]
-    bound_s: float
+    bounds: NDArray[np.int64]
+    bound_s: Floats
+
+
+class Form(NamedTuple):
+    """A way to divide devices.
+
+    Attributes:
+        devices: In the order in which places take them.
+        places: Number of places.
+        axes: Mesh of every place, without its devices.
+    """
+
+    devices: tuple[int, ...]
+    places: int
+    axes: Mesh
+
+    @property
+    def kind(self) -> str:
+        """Its kind, see `kind_of`."""
+        return kind_named(self.places, [self.axes])
 
 
 class UniformOptions:
@@ -87,58 +138,94 @@ class UniformOptions:
         self._sums: dict[object, tuple[Floats, float]] = {}
         self._rooms: dict[object, tuple[Floats, Floats]] = {}
 
-    def every(self, sets: Iterable[tuple[int, ...]] | None = None, kinds: Collection[str] | None = None) -> Iterator[Option]:
-        """Yields every one on these sets of devices and of these kinds (None: all), whether it fits or not."""
-        problem = self._problem
-        for devices in device_sets(problem.cluster) if sets is None else sets:
-            if problem.devices is not None and not set(devices) <= set(problem.devices):
-                continue
-            for shape in shapes(problem, devices):
-                if kinds is None or shape.kind in kinds:
-                    yield from self._of(shape)
+    def every(self) -> Iterator[Option]:
+        """Yields every one, whether it fits or not."""
+        for form in self.forms(device_sets(self._problem.cluster)):
+            yield from self.of(form)
 
-    def _of(self, shape: Shape) -> Iterator[Option]:
-        """Yields one option for each way to spread the batch over a shape's replicas and micro-batches."""
-        axes, order = shape.axes, shape.order
-        key = (shape.devices, shape.places, axes.data_degree, axes.cut(1), order, shape.splits, axes.sharding > 1)
+    def forms(self, sets: Iterable[tuple[int, ...]]) -> list[Form]:
+        """Lists ways to divide these sets of devices, those that cut passes alike together: their prices are the same.
+
+        What needs the fewest collectives comes first: whole layers, then the largest tensor groups with parts of the sequence
+        between layers, then the rest, and divided sequences last.
+        """
+        problem, alike = self._problem, dict[Cut, list[Form]]()
+        for devices in sets:
+            if problem.devices is None or set(devices) <= set(problem.devices):
+                for places, axes in forms(problem, devices):
+                    alike.setdefault(axes.cut(1), []).append(Form(devices, places, axes))
+        order = sorted(
+            alike, key=lambda cut: (cut.context, cut.tensor > 1 and not cut.sequence_parallel, cut.tensor > 1, -cut.tensor)
+        )
+        return [form for cut in order for form in alike[cut]]
+
+    def divides_samples(self) -> bool:
+        """Returns whether to divide the sequence may pay: a sample does not fit into any device, or there are too few."""
+        problem, whole = self._problem, Cut(1)
+        usable = problem.cluster.num_devices if problem.devices is None else len(problem.devices)
+        if problem.batch < usable or not self._balance.can_cut(whole) or problem.space.context is not None:
+            return True
+        one = problem.costs.passes(0, whole)
+        return bool(one.kept_bytes[0].sum() + one.working_bytes[1, 0].max() > max(problem.room_bytes))
+
+    def of(self, form: Form) -> Iterator[Option]:
+        """Yields options for each way to spread the batch over replicas and micro-batches, and to run the chain."""
+        devices, places, axes = form
+        chain = _chains(self._problem.space, places, len(self._problem.costs.names))
+        if not chain.names:
+            return
+        key = (devices, places, axes.data_degree, axes.cut(1), axes.sharding > 1)
         if key not in self._spreads:
-            self._spreads[key] = [*self._equal(shape, order), *self._unlike(shape)]
+            known = self._spreads[key] = list(self._equal(devices, places, axes, chain))
+            known += self._unlike(devices, places, axes, chain)
+        shapes = [Shape(devices, places, chunks, axes, schedule) for chunks, schedule in chain.names]
         for spread in self._spreads[key]:
-            yield Option(shape, spread.sizes, spread.counts, spread.bound_s, *self._estimate(shape, spread, order))
+            runs = _runs(chain.names, places, min(spread.counts))
+            if not runs:
+                continue
+            found = spread.bound_s, *self._estimate(devices, places, axes, chain, spread)
+            bound_s, expected_s, short = (values.tolist() for values in found)
+            for way in runs:
+                yield Option(shapes[way], spread.sizes, spread.counts, bound_s[way], expected_s[way], short[way])
 
-    def _estimate(self, shape: Shape, spread: _Spread, order: tuple[int, ...]) -> tuple[float, float]:
-        """Returns `Option.expected_s` and `Option.short_bytes`."""
-        count = max(spread.counts)
-        running, working = self._running(shape, spread)
-        at = running[:, spread.bounds]
-        parts = at[:, 1:] - at[:, :-1]
-        parts[1:3] *= in_flight(shape.schedule, len(order), shape.places, count)
-        if shape.chunks > 1:
-            parts = parts @ _holds(order)
-        held, kept, spare, again_s, inside_s, exchanged_s = parts
-        short = held + kept + working - self._room(shape)[len(spread.sizes) > 1]
-        again_s = again_s * np.minimum(np.maximum(short / np.maximum(spare, 1.0), 0.0), 1.0)
-        passes_s = spread.bound_s + count * float((again_s + inside_s).max())
-        times = {2: (1 + count) / 2, 3: 1.5 * count}.get(shape.axes.sharding, 1)
-        return max(passes_s, times * float(exchanged_s.max())), float((short - spare).max())
+    def _estimate(
+        self, devices: tuple[int, ...], places: int, axes: Mesh, chain: _Chains, spread: _Spread
+    ) -> tuple[Floats, Floats]:
+        """Returns `Option.expected_s` and `Option.short_bytes`, float64 [O] each."""
+        size, count = max(spread.sizes), max(spread.counts)
+        rows, working = zip(
+            *(self._running(devices, places, axes, size, count, bool(splits)) for splits in range(1 + chain.splits.max())),
+            strict=True,
+        )
+        sums = np.array(rows)[:, :, spread.bounds]
+        parts = (sums[..., 1:] - sums[..., :-1])[chain.splits, :, chain.order]  # [O, 6, S]
+        parts[:, 1:3] *= _in_flight(chain.names, places, count)[:, None]
+        held, kept, spare, again_s, inside_s, exchanged_s = np.moveaxis(parts @ chain.holds, 1, 0)  # [O, P] each
+        room = self._room(devices, places)[len(spread.sizes) > 1]
+        short = held + kept + np.array(working)[chain.splits, None] - room
+        again_s = again_s * np.clip(short / np.maximum(spare, 1.0), 0.0, 1.0)
+        passes_s = spread.bound_s + count * (again_s + inside_s).max(axis=1)
+        times = {2: (1 + count) / 2, 3: 1.5 * count}.get(axes.sharding, 1)
+        return np.maximum(passes_s, times * exchanged_s.max(axis=1)), (short - spare).max(axis=1)
 
-    def _running(self, shape: Shape, spread: _Spread) -> tuple[Floats, float]:
+    def _running(
+        self, devices: tuple[int, ...], places: int, axes: Mesh, size: int, count: int, splits: bool
+    ) -> tuple[Floats, float]:
         """Returns running sums over blocks, float64 [6, B + 1], and working bytes of a pass.
 
         Bytes held all step, kept of a micro-batch, of these saved by recomputation; seconds of a micro-batch for that, and for
         collectives inside blocks; seconds to exchange weights and gradients once.
         """
-        size, count = max(spread.sizes), max(spread.counts)
-        key = shape.axes, self._balance.kinds(shape.devices, shape.places)[0], size, shape.places > 1, count > 1, shape.splits
+        key = axes, self._balance.kinds(devices, places)[0], size, places > 1, count > 1, splits
         if key not in self._sums:
-            mesh = dataclasses.replace(shape.axes, devices=shape.devices[: len(shape.devices) // shape.places])
+            mesh = dataclasses.replace(axes, devices=devices[: len(devices) // places])
             words = [number for number, word in enumerate(RECOMPUTE) if self._problem.space.allows("recompute", word)] or [0]
-            x = self._problem.scores.packer.all_blocks(mesh, size, shape.places, count, [(number, 0) for number in words])
+            x = self._problem.scores.packer.all_blocks(mesh, size, places, count, [(number, 0) for number in words])
             kept = x.kept_bytes
-            if shape.splits:  # a micro-batch is held until its gradients of weights are there
+            if splits:  # a micro-batch is held until its gradients of weights are there
                 kept = np.maximum(kept, x.halved_bytes.min(axis=0))
             least = kept.argmin(axis=0), np.arange(kept.shape[1])
-            again_s = (x.again_s + x.weight_tensor_s) * (1 + shape.splits)
+            again_s = (x.again_s + x.weight_tensor_s) * (1 + splits)
             inside_s = x.forward_tensor_s + x.backward_tensor_s - x.weight_tensor_s
             rows = [
                 x.static_bytes[0],
@@ -152,53 +239,101 @@ class UniformOptions:
             self._sums[key] = running, float(x.working_backward_bytes.min(axis=0).max())
         return self._sums[key]
 
-    def _room(self, shape: Shape) -> tuple[Floats, Floats]:
+    def _room(self, devices: tuple[int, ...], places: int) -> tuple[Floats, Floats]:
         """Returns float64 [P], bytes of the smallest device of every place, and of the largest."""
-        key = shape.devices, shape.places
+        key = devices, places
         if key not in self._rooms:
-            rooms = np.array([self._problem.room_bytes[device] for device in shape.devices]).reshape(shape.places, -1)
+            rooms = np.array([self._problem.room_bytes[device] for device in devices]).reshape(places, -1)
             self._rooms[key] = rooms.min(axis=1), rooms.max(axis=1)
         return self._rooms[key]
 
-    def _equal(self, shape: Shape, order: tuple[int, ...]) -> Iterator[_Spread]:
-        """Yields spreads with all replicas alike."""
-        problem, balance, axes = self._problem, self._balance, shape.axes
-        kinds = balance.kinds(shape.devices, shape.places)
+    def _equal(self, devices: tuple[int, ...], places: int, axes: Mesh, chain: _Chains) -> Iterator[_Spread]:
+        """Yields spreads with all replicas alike, up to the first whose passes no device has room for."""
+        problem, balance = self._problem, self._balance
+        kinds, too_large = balance.kinds(devices, places), False
         for sizes, counts in equal_shares(problem.batch, axes.data_degree, problem.space):
             if sizes[0] > 1 and axes.context > 1 and problem.space.context is None:
                 continue  # more replicas of fewer samples exchange less
             if not balance.can_cut(axes.cut(sizes[0])):
                 continue
-            stages = balance.stages(kinds, axes.cut(sizes[0]), order)
+            if too_large:
+                return
+            _, working_bytes = self._running(devices, places, axes, sizes[0], counts[0], splits=False)
+            too_large = working_bytes > self._room(devices, places)[1].max()
+            stages = [balance.stages(kinds, axes.cut(sizes[0]), order) for order in chain.orders]
+            total_s, paced_s = np.array([(one.total_s, one.paced_s(counts[0])) for one in stages])[chain.order].T
             # In a chain the first micro-batch passes all stages, and the slowest place sets the pace; gradients of weights,
             # less than two thirds of a backward, may fill that time.
-            first_s = 0.5 * stages.total_s if shape.splits else stages.total_s
-            paced_s = counts[0] * stages.total_s / shape.places
-            if shape.chunks == 1 and not shape.splits:
-                paced_s = stages.paced_s(counts[0])
-            yield _Spread(sizes, counts, stages.bounds, max(first_s, paced_s))
+            first_s = np.where(chain.splits, 0.5, 1.0) * total_s
+            paced_s = np.where(chain.alone & (chain.splits == 0), paced_s, counts[0] * total_s / places)
+            yield _Spread(sizes, counts, _padded([one.bounds for one in stages]), np.maximum(first_s, paced_s))
 
-    def _unlike(self, shape: Shape) -> Iterator[_Spread]:
+    def _unlike(self, devices: tuple[int, ...], places: int, axes: Mesh, chain: _Chains) -> Iterator[_Spread]:
         """Yields spreads for unlike devices, and for few replicas among which the batch does not divide."""
-        problem, balance, axes = self._problem, self._balance, shape.axes
+        problem, balance = self._problem, self._balance
         degree = axes.data_degree
-        unlike = any(len(own) > 1 for own in balance.kinds(shape.devices, shape.places))
+        unlike = places == 1 and len(balance.kinds(devices, 1)[0]) > 1  # stages of mixed devices are seldom worth their prices
         uneven = problem.batch % degree and degree <= MOST_UNEVEN
         size = max(1, problem.batch // degree)
         if degree == 1 or axes.context > 1 or not (unlike or uneven) or not balance.can_cut(axes.cut(size)):
             return
-        pace_s = balance.replicas_s(_draft(shape, (size,), (1,), balance))
+        shapes = [
+            Shape(devices, places, chunks, axes, schedule)
+            for chunks, schedule in (chain.names[chain.order.tolist().index(number)] for number in range(len(chain.orders)))
+        ]
+        pace_s = balance.replicas_s(_draft(shapes[0], (size,), (1,), balance))
         for sizes, counts in unlike_shares(problem.batch, pace_s, problem.space, axes.sharding > 1):
             if all(balance.can_cut(axes.cut(size)) for size in set(sizes)):
-                draft = _draft(shape, sizes, counts, balance)
-                taken_s = balance.replicas_s(draft) * np.array(counts)
-                yield _Spread(sizes, counts, draft.bounds, float(taken_s.max()) / shape.places)
+                bounds = _padded([_draft(shape, sizes, counts, balance).bounds for shape in shapes])
+                taken_s = (self._least_s(devices, axes, sizes) * np.array(counts)).max() / places
+                yield _Spread(sizes, counts, bounds, np.full(len(chain.names), taken_s))
+
+    def _least_s(self, devices: tuple[int, ...], axes: Mesh, sizes: tuple[int, ...]) -> Floats:
+        """Returns float64 [D], seconds of a micro-batch of each replica, or [1], were its blocks where they are quickest."""
+        kinds = frozenset().union(*self._balance.kinds(devices, 1))
+        least = {size: [self._balance.pass_s(frozenset({kind}), axes.cut(size)) for kind in kinds] for size in set(sizes)}
+        return np.array([np.min(least[size], axis=0).sum() for size in sizes])
 
 
-@lru_cache
-def _holds(order: tuple[int, ...]) -> Floats:
-    """Returns float64 [S, P], 1 where a stage is on a place."""
-    return np.eye(max(order) + 1)[list(order)]
+@lru_cache(maxsize=256)
+def _chains(space: Space, places: int, blocks: int) -> _Chains:
+    """Returns the ways to run a chain of so many blocks on so many places."""
+    names = tuple(chains(space, places, blocks))
+    each = [stage_order(places, schedule, chunks) for chunks, schedule in names]
+    orders = tuple(dict.fromkeys(each))
+    holds = np.zeros((len(names), max(map(len, orders), default=0), places))
+    for own, order in zip(holds, each, strict=True):
+        own[np.arange(len(order)), order] = 1.0
+    return _Chains(
+        names, orders, np.array([orders.index(order) for order in each], dtype=np.int64),
+        np.array([schedule is not None and SCHEDULES[schedule].splits_backward for _, schedule in names], dtype=np.int64),
+        np.array([len(order) == places for order in each], dtype=np.bool_), holds,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _runs(names: tuple[tuple[int, str | None], ...], places: int, count: int) -> tuple[int, ...]:
+    """Returns the numbers of the ways that can run so many micro-batches."""
+    found = []
+    for number, (chunks, schedule) in enumerate(names):
+        with contextlib.suppress(InputError):
+            if schedule is not None:
+                check_schedule(schedule, places, chunks, count)
+            found.append(number)
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _in_flight(names: tuple[tuple[int, str | None], ...], places: int, count: int) -> Floats:
+    """Returns float64 [O, S], about how many of so many micro-batches every stage holds at once."""
+    rows = [in_flight(schedule, places * chunks, places, count) for chunks, schedule in names]
+    return np.array([row + [0] * (max(map(len, rows)) - len(row)) for row in rows], dtype=np.float64)
+
+
+def _padded(bounds: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
+    """Returns bounds of unlike numbers of stages, int64 [G, S + 1]: further stages are empty."""
+    most = max(map(len, bounds))
+    return np.array([[*own, *[own[-1]] * (most - len(own))] for own in bounds], dtype=np.int64)
 
 
 def _draft(shape: Shape, sizes: tuple[int, ...], counts: tuple[int, ...], balance: Balance) -> Draft:
@@ -262,15 +397,54 @@ def try_uniform(tries: Tries, options: Sequence[Option]) -> Iterator[Tried | Non
                     yield fitted(tries, one.draft(tries.problem.balance), tries.best_s)
 
 
-def by_sets(problem: SearchProblem) -> tuple[list[Option], list[Option], Callable[[], list[Option]]]:
-    """Returns options in the order of `Option.key`: the first, those of kinds with one dimension, and a maker of the rest.
+class Listed(NamedTuple):
+    """Uniform strategies in the order of `Option.key`.
 
-    In large clusters the first leave no device of a kind out unless they leave out all: the rest takes longer, mostly.
+    Attributes:
+        first: Those that come first.
+        rivals: Those of kinds with one dimension.
+        complete: Whether all of both were listed.
+        rest: Lists the others.
     """
-    cluster, sets, every = problem.cluster, device_sets(problem.cluster), UniformOptions(problem).every
-    kind = [one.name for one in cluster.kinds]
-    whole = [own for own in sets if len(own) == sum(map(kind.count, {kind[device] for device in own}))]
-    if cluster.num_devices <= FEW:
-        whole = sets
-    first, rest = sorted(every(whole), key=Option.key), [own for own in sets if own not in whole]
-    return first, sorted(every(sets, KINDS), key=Option.key) if rest else first, lambda: sorted(every(rest), key=Option.key)
+
+    first: list[Option]
+    rivals: list[Option]
+    complete: bool
+    rest: Callable[[], list[Option]]
+
+
+def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
+    """Lists uniform strategies.
+
+    In large clusters the first leave no device of a kind out unless they leave out all: the rest takes longer, mostly. Neither
+    do they divide the sequence where whole samples fit and are enough for all devices. What cuts no layer
+    on all devices is always listed.
+
+    Args:
+        problem: The problem.
+        seconds: After these whatever is not yet listed is left to the rest.
+    """
+    cluster, options, ends_s = problem.cluster, UniformOptions(problem), time.monotonic() + seconds
+    sets, kind = device_sets(cluster), [one.name for one in cluster.kinds]
+    every = [own for own in sets if len(own) == sum(map(kind.count, {kind[device] for device in own}))]
+    whole, whole_samples = set(sets if cluster.num_devices <= FEW else every), not options.divides_samples()
+    first: list[Option] = []
+    rivals: list[Option] = []
+    later: list[Form] = []
+    late = False
+    for form in options.forms(sets):
+        chosen, rival = form.devices in whole and not (whole_samples and form.axes.context > 1), form.kind in KINDS
+        now = time.monotonic() < ends_s or (form.axes.cut(1) == Cut(1) and form.devices == sets[0])
+        if now and (chosen or rival):
+            found = list(options.of(form))
+            first += found if chosen else ()
+            rivals += found if rival else ()
+        else:
+            late |= chosen or rival
+        if not (now and chosen):
+            later.append(form)
+
+    def rest() -> list[Option]:
+        return sorted((option for form in later for option in options.of(form)), key=Option.key)
+
+    return Listed(sorted(first, key=Option.key), sorted(rivals, key=Option.key), not late, rest)

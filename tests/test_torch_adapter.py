@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import warnings
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -12,9 +13,11 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from rlplace.model import torch_adapter as model
 from rlplace.runtime import torch_adapter as runtime
+from rlplace.runtime.strategy.wrap import keep, recompute
 
 ROOT = Path(__file__).resolve().parent.parent
 ADAPTERS = {"rlplace/model/torch_adapter.py", "rlplace/runtime/torch_adapter.py"}
@@ -216,3 +219,33 @@ def test_replacing_parameters_leaves_the_forward_of_the_module_alone():
 
     module.forward = replaced
     assert module(torch.randn(3, 2)).tolist() == [[1.0, 1.0]] * 3
+
+
+class Written(nn.Module):
+    """Writes in place to a product, and to parts of one, which have versions of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        gate, value = self.second(self.first(x).relu_()).unsafe_chunk(2, -1)
+        return self.last(torch.cat([gate.sigmoid_(), value.tanh_()], -1))
+
+
+def test_selective_recomputation_keeps_a_product_that_is_written_to():
+    torch.manual_seed(0)
+    module, x = Written().double(), torch.randn(3, 4, dtype=torch.float64)
+
+    def gradients(call):
+        module.zero_grad()
+        call(x).square().sum().backward()
+        return [parameter.grad for parameter in module.parameters()]
+
+    wanted, forward = gradients(module), module.forward
+    torchs = partial(checkpoint, forward, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, keep))
+    with pytest.raises(RuntimeError, match="mutated"):
+        gradients(torchs)
+    recompute(module, "selective")
+    for own, expected in zip(gradients(module), wanted, strict=True):
+        assert torch.equal(own, expected)

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
 
 # Collectives that dispatch modes see, so that selective recomputation keeps their results.
@@ -50,8 +51,14 @@ from torch.nn.parallel import DistributedDataParallel
 # `torch.func.functional_call` calls the module, whose forward is replaced here.
 from torch.nn.utils.stateless import _reparametrize_module as with_parameters
 
+# Leaves of nested values: pytorch #96165.
+from torch.utils import _pytree as pytree
+
 # Makes no calls of the modes around it: none can make a `CausalBias`.
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+# Keeps results under selective recomputation, and refuses those that are written to in place: pytorch #119590.
+from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 __all__ = [
     "BatchNorm",
@@ -74,6 +81,7 @@ __all__ = [
     "reduce_scatter",
     "replicate",
     "ring_attention",
+    "selective_contexts",
     "to_functional",
     "truncated_normal",
     "with_parameters",
@@ -164,6 +172,39 @@ def _behind_shared(kernel: Any, *, query: Tensor, key: Tensor, value: Tensor, **
 def _for_all(query: Tensor, shared: Tensor) -> Tensor:
     times = query.shape[1] // shared.shape[1]
     return shared.repeat_interleave(times, 1) if times > 1 else shared
+
+
+def selective_contexts(policy: Callable[..., Any]) -> tuple[Any, Any]:
+    """Makes the contexts of a selective checkpoint, in which ops may write in place to what is kept.
+
+    Args:
+        policy: As of `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
+    """
+    _, again = checkpointing.create_selective_checkpoint_contexts(policy)
+    return _Keeping(policy, again.storage), again
+
+
+class _Keeping(_CachingTorchDispatchMode):
+    """The mode of torch, which copies a kept result before an op writes to it, as experts add a bias to their products."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = getattr(op, "_schema", None)
+        if schema is not None and schema.is_mutable and "c10d" not in op.namespace:
+            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | (kwargs or {})
+            changed = [given.get(one.name) for one in schema.arguments if one.alias_info and one.alias_info.is_write]
+            written = {place for value in pytree.tree_leaves(changed) for place in _storages(value)}
+            for kept in pytree.tree_leaves(dict(self.storage)):
+                if not written.isdisjoint(_storages(getattr(kept, "val", None))):
+                    kept.val = kept.val.clone()
+                    kept.version = kept.val._version
+        return super().__torch_dispatch__(op, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def _storages(value: Any) -> set[int]:
+    """Returns what identifies the memory of a tensor, or of those that it wraps."""
+    if hasattr(value, "__tensor_flatten__"):
+        return {place for name in value.__tensor_flatten__()[0] for place in _storages(getattr(value, name))}
+    return {value.untyped_storage()._cdata} if isinstance(value, Tensor) else set()
 
 
 class NormOfGroup(BatchNorm):

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from rlplace.model.capture.export import lies_in
 from rlplace.plan.strategy import Stage
@@ -29,7 +29,7 @@ from rlplace.runtime.strategy.cut import StageGraph
 from rlplace.runtime.strategy.experts import spread_experts
 from rlplace.runtime.strategy.mesh import MeshPlace
 from rlplace.runtime.strategy.tables import WEIGHT, divide_tables
-from rlplace.runtime.torch_adapter import StridedShard, ignore_in_replicas, replicate
+from rlplace.runtime.torch_adapter import StridedShard, ignore_in_replicas, replicate, selective_contexts
 
 
 def copies_of(names: Sequence[str], stages: Sequence[StageGraph]) -> dict[int, str]:
@@ -85,7 +85,7 @@ def recompute(block: nn.Module, how: str) -> None:
     """
     contexts: dict[str, Any] = {}
     if how == "selective":
-        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, keep)
+        contexts["context_fn"] = partial(selective_contexts, keep)
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, **contexts)
 
 

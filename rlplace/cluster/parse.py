@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from rlplace.cluster.interconnect import Host, build_links, parse_network
@@ -184,7 +184,12 @@ def preset(text: str) -> Cluster:
     """Builds a cluster from preset text; see the module docstring."""
     if not isinstance(text, str):
         raise InputError(f"cluster: expected text such as 'a100-80g:4', found {show(text)}")
-    terms = [_parse_term(term) for term in text.strip().split("+")]
+    return _preset(text.strip())
+
+
+@lru_cache(maxsize=8)
+def _preset(text: str) -> Cluster:
+    terms = [_parse_term(term) for term in text.split("+")]
     total = sum(hosts * count for _, hosts, count, _ in terms)
     if total > MAX_DEVICES:
         raise InputError(f"cluster {text[:60]!r}: {total} devices, the limit is {MAX_DEVICES}")
@@ -200,7 +205,7 @@ def preset(text: str) -> Cluster:
                 hosts.append(host)
             kinds += [kind] * count
             host_of += [number] * count
-    return assemble(kinds, host_of, hosts, name=text.strip(), text=text.strip())
+    return assemble(kinds, host_of, hosts, name=text, text=text)
 
 
 def assemble(

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,7 +22,7 @@ from rlplace.plan.actions import check_schedule
 from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE
 from rlplace.strategy.costs import FULL, RECOMPUTE
 from rlplace.strategy.drafts import Draft, Mesh, plain_draft
-from rlplace.strategy.search.shapes import MOST_KINDS, divisors, equal_shares, stage_order
+from rlplace.strategy.search.shapes import MOST_KINDS, USUAL_COUNT, divisors, equal_shares, stage_order
 from rlplace.strategy.search.tries import SearchProblem
 
 KEPT = 24
@@ -68,8 +71,12 @@ class _Shape(NamedTuple):
     way: tuple[str, int]
 
 
-def starts_by_kind(problem: SearchProblem) -> Iterator[Draft]:
-    """Yields drafts for the kinds of devices of a cluster, the most promising by the closed form first; none for one kind."""
+def starts_by_kind(problem: SearchProblem, seconds: float = math.inf) -> Iterator[Draft]:
+    """Yields drafts for the kinds of devices of a cluster, the most promising by the closed form first; none for one kind.
+
+    Numbers of micro-batches near `USUAL_COUNT` are priced first, and none of the others after so many seconds from then on.
+    """
+    ends_s = math.inf
     cluster, space = problem.cluster, problem.space
     usable = range(cluster.num_devices) if problem.devices is None else problem.devices
     kinds: dict[str, list[int]] = {}
@@ -77,14 +84,22 @@ def starts_by_kind(problem: SearchProblem) -> Iterator[Draft]:
         kinds.setdefault(cluster.kinds[device].name, []).append(device)
     if not 1 < len(kinds) <= MOST_KINDS:
         return
+    spreads = [
+        (degree, size, count)
+        for degree in divisors(problem.batch)
+        if degree <= len(usable)
+        for (size,), (count,) in equal_shares(problem.batch, degree, space)[:SIZES]
+    ]
     found: list[_Shape] = []
-    for degree in divisors(problem.batch):
-        shares = equal_shares(problem.batch, degree, space)[:SIZES]
-        for (size,), (count,) in shares if degree <= len(usable) else ():
-            parts = [list(_parts(problem, devices, degree, size)) for devices in kinds.values()]
-            for chosen in itertools.product(*([None, *own] for own in parts)):
-                pipeline = tuple(part for part in chosen if part is not None)
-                found += _shapes(problem, pipeline, count, size)
+    for degree, size, count in sorted(spreads, key=lambda spread: abs(math.log2(spread[2] / USUAL_COUNT))):
+        if time.monotonic() > ends_s:
+            break
+        parts = [list(_parts(problem, devices, degree, size)) for devices in kinds.values()]
+        for chosen in itertools.product(*([None, *own] for own in parts)):
+            pipeline = tuple(part for part in chosen if part is not None)
+            found += _shapes(problem, pipeline, count, size)
+        if found and ends_s == math.inf:  # layouts of tensor groups are known now
+            ends_s = time.monotonic() + seconds
     for shape in sorted(found, key=lambda shape: shape.expected_s)[:KEPT]:
         yield from _drafts(problem, shape, kinds)
 
@@ -92,7 +107,7 @@ def starts_by_kind(problem: SearchProblem) -> Iterator[Draft]:
 def _parts(problem: SearchProblem, devices: list[int], degree: int, size: int) -> Iterator[_Part]:
     """Yields places of so many replicas on the devices of a kind, by tensor degree, inside a host."""
     space, costs = problem.space, problem.costs
-    inside = min(map([problem.cluster.hosts[device] for device in devices].count, {problem.cluster.hosts[d] for d in devices}))
+    inside = min(Counter(problem.cluster.hosts[device] for device in devices).values())
     for tensor in space.only("tensor", divisors(inside)):
         width = degree * tensor
         if (tensor & (tensor - 1) and space.tensor is None) or width > len(devices):

@@ -116,7 +116,7 @@ def search(
         all_kinds = options.complete
         tries.end_by_time(LEAST_PART)
         first: list[Tried | None] = []
-        by_kind = list(starts_by_kind(problem))  # which prices what others need, too
+        by_kind = list(starts_by_kind(problem, BY_KIND_PART * tries.budget.seconds))  # which prices what others need, too
         until_part = tries.spent() + BY_KIND_PART
         for draft in by_kind:
             first.append(fitted(tries, draft, SLACK * tries.best_s))

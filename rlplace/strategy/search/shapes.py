@@ -24,6 +24,9 @@ Shares = tuple[tuple[int, ...], tuple[int, ...]]
 
 MOST_MICROBATCHES = 1 << 12
 
+USUAL_COUNT = 16
+"""Micro-batches near which pipelines are looked for first."""
+
 MOST_HOSTS = 4
 """Hosts of one kind of which every number is tried; of more, powers of two."""
 

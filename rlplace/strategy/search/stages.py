@@ -24,7 +24,7 @@ from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE
 from rlplace.strategy.costs import FULL, Floats, kind_numbers
 from rlplace.strategy.drafts import Draft, Mesh, plain_draft
 from rlplace.strategy.search.fit import fitted
-from rlplace.strategy.search.shapes import divisors, equal_shares
+from rlplace.strategy.search.shapes import USUAL_COUNT, divisors, equal_shares
 from rlplace.strategy.search.tries import SearchProblem, Tried, Tries
 
 MOST_STAGES = 16
@@ -34,8 +34,8 @@ MOST_UNITS = 64
 MOST_PARTS = 48
 """Parts of the blocks; more blocks go several together."""
 
-MOST_COUNT, USUAL_COUNT = 256, 16
-"""Micro-batches at most, and near which number tables begin."""
+MOST_COUNT = 256
+"""Micro-batches at most."""
 
 MOST_SPREADS = 16
 """Ways to spread the batch of which there are tables."""

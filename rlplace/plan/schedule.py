@@ -46,8 +46,8 @@ class Schedule:
 
 GPIPE, ONE_F_ONE_B = "gpipe", "1f1b"
 """Single schedules by name: GPipe's, and the one that holds the fewest activations."""
-LOOPED_BFS, ZERO_BUBBLE = "looped_bfs", "interleaved_zero_bubble"
-"""GPipe's with several stages a device, and the split backward for any number of stages."""
+LOOPED_BFS, ZERO_BUBBLE, ZBV = "looped_bfs", "interleaved_zero_bubble", "zbv"
+"""GPipe's with several stages a device, and the split backward for any number of stages and for two a device."""
 
 _ALL = (
     Schedule(GPIPE, "ScheduleGPipe", holds=ALL),
@@ -55,7 +55,7 @@ _ALL = (
     Schedule(LOOPED_BFS, "ScheduleLoopedBFS", layout=LOOP, holds=ALL),
     Schedule("interleaved_1f1b", "ScheduleInterleaved1F1B", layout=LOOP),
     Schedule(ZERO_BUBBLE, "ScheduleInterleavedZeroBubble", splits_backward=True, layout=LOOP),
-    Schedule("zbv", "ScheduleZBVZeroBubble", splits_backward=True, layout=V),
+    Schedule(ZBV, "ScheduleZBVZeroBubble", splits_backward=True, layout=V),
     Schedule("dualpipev", "ScheduleDualPipeV", splits_backward=True, layout=V),
 )
 SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from rlplace.errors import InputError
 from rlplace.plan.actions import check_schedule
-from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE
+from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B, ZBV, ZERO_BUBBLE
 from rlplace.strategy.costs import FULL, RECOMPUTE
 from rlplace.strategy.drafts import Draft, Mesh, plain_draft
 from rlplace.strategy.search.shapes import MOST_KINDS, USUAL_COUNT, divisors, equal_shares, stage_order
@@ -31,7 +31,7 @@ KEPT = 24
 SIZES = 4
 """Sizes of micro-batches that are tried at most, the smallest ones."""
 
-WAYS = ((ONE_F_ONE_B, 1, 1.0), (ZERO_BUBBLE, 1, 0.7), (ZERO_BUBBLE, 2, 0.4), ("zbv", 2, 0.3), (GPIPE, 1, 1.0))
+WAYS = ((ONE_F_ONE_B, 1, 1.0), (ZERO_BUBBLE, 1, 0.7), (ZERO_BUBBLE, 2, 0.4), (ZBV, 2, 0.3), (GPIPE, 1, 1.0))
 """Schedules, stages a place, and about which part of a pass of every further place stays unfilled."""
 
 

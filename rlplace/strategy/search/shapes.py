@@ -153,7 +153,7 @@ def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
     return list(sets)
 
 
-def forms(problem: SearchProblem, devices: tuple[int, ...]) -> Iterator[tuple[int, Mesh]]:
+def divisions(problem: SearchProblem, devices: tuple[int, ...]) -> Iterator[tuple[int, Mesh]]:
     """Yields numbers of places, and meshes of each without devices: all uniform ways to divide a set of devices."""
     space, hosts = problem.space, [problem.cluster.hosts[device] for device in devices]
     per_host = max(1, min(Counter(hosts).values()))

@@ -1,7 +1,7 @@
 """Uniform strategies: every place has the same axes, every block the same choices; stages are balanced by their time.
 
 For each set of devices (all, those of some kinds, the first few of them), number of places and stages, degrees, level,
-micro-batch and schedule there is one draft, the form of most configuration files; `rlplace.strategy.search.fit` finds its
+micro-batch and schedule there is one draft, the division of most configuration files; `rlplace.strategy.search.fit` finds its
 recomputation. Each has a bound, which no draft of it can beat, and an estimate of its step with the recomputation that memory
 asks for. Those that may fit come first, the lowest estimate before others; a bound above the best so far excludes a strategy.
 """
@@ -28,7 +28,7 @@ from rlplace.strategy.costs import RECOMPUTE, Cut, Floats
 from rlplace.strategy.drafts import KINDS, Draft, Mesh, kind_named, plain_draft
 from rlplace.strategy.search.cuts import Balance
 from rlplace.strategy.search.fit import fitted, in_flight
-from rlplace.strategy.search.shapes import Shape, chains, device_sets, equal_shares, forms, stage_order, unlike_shares
+from rlplace.strategy.search.shapes import Shape, chains, device_sets, divisions, equal_shares, stage_order, unlike_shares
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import SearchProblem, Tried, Tries
 
@@ -110,7 +110,7 @@ class _Spread(NamedTuple):
     bound_s: Floats
 
 
-class Form(NamedTuple):
+class Division(NamedTuple):
     """A way to divide devices.
 
     Attributes:
@@ -140,37 +140,28 @@ class UniformOptions:
 
     def every(self) -> Iterator[Option]:
         """Yields every one, whether it fits or not."""
-        for form in self.forms(device_sets(self._problem.cluster)):
-            yield from self.of(form)
+        for division in self.divisions(device_sets(self._problem.cluster)):
+            yield from self.of(division)
 
-    def forms(self, sets: Iterable[tuple[int, ...]]) -> list[Form]:
+    def divisions(self, sets: Iterable[tuple[int, ...]]) -> list[Division]:
         """Lists ways to divide these sets of devices, those that cut passes alike together: their prices are the same.
 
         What needs the fewest collectives comes first: whole layers, then the largest tensor groups with parts of the sequence
         between layers, then the rest, and divided sequences last.
         """
-        problem, alike = self._problem, dict[Cut, list[Form]]()
+        problem, alike = self._problem, dict[Cut, list[Division]]()
         for devices in sets:
             if problem.devices is None or set(devices) <= set(problem.devices):
-                for places, axes in forms(problem, devices):
-                    alike.setdefault(axes.cut(1), []).append(Form(devices, places, axes))
+                for places, axes in divisions(problem, devices):
+                    alike.setdefault(axes.cut(1), []).append(Division(devices, places, axes))
         order = sorted(
             alike, key=lambda cut: (cut.context, cut.tensor > 1 and not cut.sequence_parallel, cut.tensor > 1, -cut.tensor)
         )
-        return [form for cut in order for form in alike[cut]]
+        return [division for cut in order for division in alike[cut]]
 
-    def divides_samples(self) -> bool:
-        """Returns whether to divide the sequence may pay: a sample does not fit into any device, or there are too few."""
-        problem, whole = self._problem, Cut(1)
-        usable = problem.cluster.num_devices if problem.devices is None else len(problem.devices)
-        if problem.batch < usable or not self._balance.can_cut(whole) or problem.space.context is not None:
-            return True
-        one = problem.costs.passes(0, whole)
-        return bool(one.kept_bytes[0].sum() + one.working_bytes[1, 0].max() > max(problem.room_bytes))
-
-    def of(self, form: Form) -> Iterator[Option]:
+    def of(self, division: Division) -> Iterator[Option]:
         """Yields options for each way to spread the batch over replicas and micro-batches, and to run the chain."""
-        devices, places, axes = form
+        devices, places, axes = division
         chain = _chains(self._problem.space, places, len(self._problem.costs.names))
         if not chain.names:
             return
@@ -416,9 +407,8 @@ class Listed(NamedTuple):
 def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
     """Lists uniform strategies.
 
-    In large clusters the first leave no device of a kind out unless they leave out all: the rest takes longer, mostly. Neither
-    do they divide the sequence where whole samples fit and are enough for all devices. What cuts no layer
-    on all devices is always listed.
+    In large clusters the first leave no device of a kind out unless they leave out all: the rest takes longer, mostly. On all
+    devices, what cuts no layer is always listed.
 
     Args:
         problem: The problem.
@@ -427,24 +417,24 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
     cluster, options, ends_s = problem.cluster, UniformOptions(problem), time.monotonic() + seconds
     sets, kind = device_sets(cluster), [one.name for one in cluster.kinds]
     every = [own for own in sets if len(own) == sum(map(kind.count, {kind[device] for device in own}))]
-    whole, whole_samples = set(sets if cluster.num_devices <= FEW else every), not options.divides_samples()
+    whole = set(sets if cluster.num_devices <= FEW else every)
     first: list[Option] = []
     rivals: list[Option] = []
-    later: list[Form] = []
+    later: list[Division] = []
     late = False
-    for form in options.forms(sets):
-        chosen, rival = form.devices in whole and not (whole_samples and form.axes.context > 1), form.kind in KINDS
-        now = time.monotonic() < ends_s or (form.axes.cut(1) == Cut(1) and form.devices == sets[0])
+    for division in options.divisions(sets):
+        chosen, rival = division.devices in whole, division.kind in KINDS
+        now = time.monotonic() < ends_s or (division.axes.cut(1) == Cut(1) and division.devices == sets[0])
         if now and (chosen or rival):
-            found = list(options.of(form))
+            found = list(options.of(division))
             first += found if chosen else ()
             rivals += found if rival else ()
         else:
             late |= chosen or rival
         if not (now and chosen):
-            later.append(form)
+            later.append(division)
 
     def rest() -> list[Option]:
-        return sorted((option for form in later for option in options.of(form)), key=Option.key)
+        return sorted((option for division in later for option in options.of(division)), key=Option.key)
 
     return Listed(sorted(first, key=Option.key), sorted(rivals, key=Option.key), not late, rest)

@@ -36,8 +36,8 @@ def gpt2(dropout=0.0, **sizes):
     return _of_transformers("GPT2", "LMHeadModel", _text, **sizes, **rates, bos_token_id=0, eos_token_id=0)
 
 
-def bert():
-    sizes = {**_WIDTH, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64, **_NO_DROPOUT}
+def bert(layers=1):
+    sizes = {**_WIDTH, "num_hidden_layers": layers, "num_attention_heads": 4, "vocab_size": 64, **_NO_DROPOUT}
     masked = lambda: {**_text(), "attention_mask": torch.ones(4, 8, dtype=torch.long)}  # noqa: E731
     return _of_transformers("Bert", "ForMaskedLM", masked, **sizes)
 

@@ -23,6 +23,7 @@ from rlplace.errors import InputError, show
 from rlplace.model.capture.caches import caches_off
 from rlplace.model.capture.export import TOGGLES, lies_in, loses
 from rlplace.model.capture.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
+from rlplace.model.capture.masks import masks_of_runs
 from rlplace.model.capture.outputs import own_loss, register_dataclasses
 from rlplace.model.torch_adapter import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, pytree
 from rlplace.runtime.base.batches import Batch
@@ -212,9 +213,19 @@ def _observe(model: nn.Module, inputs: Any, found: Mapping[str, nn.Module], mode
     # On fake processor tensors, which CUDA's autocast does not reach, the run follows its rules by another way.
     cuda = torch.is_autocast_enabled("cuda")
     region = autocast_region(torch.get_autocast_dtype("cuda") if cuda else None, "cuda")
-    watched = mock.patch.object(CheckpointFunction, "apply", mock.Mock(wraps=CheckpointFunction.apply))
+    checkpoints = mock.Mock(wraps=CheckpointFunction.apply)
+    watched = mock.patch.object(CheckpointFunction, "apply", checkpoints)
     try:
-        with any_dtype_grouped_mm(), caches_off(model), torch.enable_grad(), region, mode, reads, watched as checkpoints:
+        with (
+            any_dtype_grouped_mm(),
+            caches_off(model),
+            masks_of_runs(inputs),
+            torch.enable_grad(),
+            region,
+            mode,
+            reads,
+            watched,
+        ):
             output = model(**inputs)
             register_dataclasses(output)
     except Exception as error:

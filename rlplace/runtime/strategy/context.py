@@ -4,13 +4,14 @@ What comes before the first block with attention (embeddings, positions, masks) 
 so that it is what the plain model computes, whatever code does it. Blocks with attention take their part of every argument;
 what follows them gets parts. Inside of a block only `torch.nn.functional.scaled_dot_product_attention` may mix positions:
 queries of a part attend to those of all parts (`rlplace.runtime.strategy.attention`). A cross-entropy takes the targets of the
-part, after the model has shifted them.
+part, after the model has shifted them. A later stage of a pipeline takes parts from the start; masks, positions and rotary
+tables, which it computes itself, are whole until its blocks take their part.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,12 +27,11 @@ from rlplace.runtime.torch_adapter import counted_losses
 
 
 class Context:
-    """A model's forward on a part of the positions.
+    """A forward on a part of the positions.
 
     Args:
-        model: Its blocks' forwards are replaced.
-        attending: By path of the blocks with attention, with the position of the activation among their flat arguments.
-        others: Paths of all other blocks.
+        blocks: Modules by path; their forwards are replaced.
+        attending: By path of those with attention, the position of the activation among their flat arguments.
         part: The part.
         attend: How the part attends.
         whole_masks: Whether it takes masks of all queries.
@@ -44,37 +44,38 @@ class Context:
 
     def __init__(
         self,
-        model: nn.Module,
+        blocks: Mapping[str, nn.Module],
         attending: Mapping[str, int],
-        others: Collection[str],
         part: Part,
         attend: Attend,
         whole_masks: bool = False,
     ) -> None:
         self._part, self._attend_as, self._whole_masks, self._length = part, attend, whole_masks, 0
-        named = (torch.Tensor.view, torch.Tensor.reshape)
+        named = (torch.Tensor.view, torch.Tensor.reshape, torch.ops.aten.view.default, torch.ops.aten.reshape.default)
         self._shapes = Replaced({function: partial(self._own_shape, function) for function in named})
         self.unit, self.by_positions = "", list[bool]()
         self.watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        for path in (*attending, *others):
-            unit = model.get_submodule(path)
-            vars(unit)["forward"] = partial(self._call, path, attending.get(path), unit.forward)
-        vars(model)["forward"] = partial(self._run, model.forward)
+        for path, block in blocks.items():
+            vars(block)["forward"] = partial(self._call, path, attending.get(path), block.forward)
 
-    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._length = 0
+    def divide(self, module: nn.Module, length: int = 0) -> None:
+        """Replaces the forward of a model, or of a stage that takes parts of so many positions."""
+        vars(module)["forward"] = partial(self._run, module.forward, length)
+
+    def _run(self, forward: Callable[..., Any], length: int, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        self._length = length
         with counted_losses(self._own_targets), self._shapes:
             return forward(*args, **kwargs)
 
-    def _own_shape(self, function: Callable[..., Any], value: torch.Tensor, *shape: Any) -> torch.Tensor:
+    def _own_shape(self, function: Callable[..., Any], value: torch.Tensor, *shape: Any, **named: Any) -> torch.Tensor:
         """Gives a part between blocks the positions of a part, where the model's code names those of its whole inputs."""
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         own = self._length // self._part.degree
         if own and value.dim() > 1 and value.shape[1] == own and len(sizes) > 1 and sizes[1] == self._length:
-            sizes = sizes[0], own, *sizes[2:]
-        made: torch.Tensor = function(value, *sizes)
+            shape = ([sizes[0], own, *sizes[2:]],)
+        made: torch.Tensor = function(value, *shape, **named)
         return made
 
     def _call(self, path: str, activation: int | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

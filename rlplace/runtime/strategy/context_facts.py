@@ -9,8 +9,9 @@ no block makes positions of its own or mixes them, and that all cross-entropies 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from math import gcd
 from typing import Any, NamedTuple
@@ -22,13 +23,16 @@ from torch.overrides import TorchFunctionMode
 from rlplace.errors import InputError
 from rlplace.model.capture.caches import caches_off
 from rlplace.model.capture.fake import any_dtype_grouped_mm, computed_values, fake_copy, fake_inputs, new_fake_mode
+from rlplace.model.capture.masks import masks_of_runs
 from rlplace.model.torch_adapter import FakeTensor, pytree
 from rlplace.plan.strategy import MEAN, SUM, TARGETS
 from rlplace.runtime.base.batches import Batch, Targets
 from rlplace.runtime.base.steps import loss_of
 from rlplace.runtime.strategy.attention import NO_RING, Part, attend_gathered, attention
 from rlplace.runtime.strategy.blocks import units
+from rlplace.runtime.strategy.capture import UnitGraph
 from rlplace.runtime.strategy.context import Context, Replaced
+from rlplace.runtime.strategy.cut import WholeRecord
 from rlplace.runtime.strategy.fact_records import Conduct, ContextFacts
 from rlplace.runtime.strategy.strategy_model import keyword_inputs
 from rlplace.runtime.strategy.why_not_divided import uneven
@@ -53,23 +57,21 @@ class Attending(NamedTuple):
     """The attention of a model."""
 
     units: dict[str, int]  # paths of the blocks with attention, with the position of the activation among their flat arguments
-    others: tuple[str, ...]  # all other blocks
+    blocks: dict[str, nn.Module]  # all blocks
     whole: list[torch.Tensor]  # keys and values of every attention in turn
     facts: ContextFacts
 
 
-def attending_units(model: nn.Module, inputs: Batch, blocks: Collection[str] = ()) -> Attending:
-    """Runs a forward and observes its attention.
+def attending_units(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]) -> Attending:
+    """Runs a forward and observes its attention; `found` are its blocks by path.
 
     Raises:
         InputError: There is none, or not over the positions (dimension 1) of an activation.
     """
-    found, whole, running, lengths = dict(units(model, blocks)), list[torch.Tensor](), list[str](), list[int]()
+    whole, running, lengths = list[torch.Tensor](), list[str](), list[int]()
     calls: dict[str, list[Any]] = {}
     heads: list[tuple[int, int]] = []
     no_ring = list[str]()
-    # On fake tensors transformers' models make the mask that real ones call causal.
-    masked = any("mask" in name or "position" in name for name in inputs)
     seen: dict[str, None] = {}
 
     def enter(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -84,7 +86,7 @@ def attending_units(model: nn.Module, inputs: Batch, blocks: Collection[str] = (
         whole.extend((key.detach(), value.detach()))
         heads.append((query.shape[1], key.shape[1]) if query.dim() == 4 else (1, 1))
         given = dict(zip(("attn_mask", "dropout_p"), options, strict=False)) | how
-        if (given.get("attn_mask") is not None and (masked or not isinstance(query, FakeTensor))) or given.get("dropout_p"):
+        if given.get("attn_mask") is not None or given.get("dropout_p"):
             no_ring.append(NO_RING)
         return attention(query, key, value, *options, **how)
 
@@ -115,19 +117,20 @@ def attending_units(model: nn.Module, inputs: Batch, blocks: Collection[str] = (
         if not places:
             raise InputError(f"{path} takes no activation of samples x positions x width")
         made[path] = places[0]
-    others, common = tuple(path for path in found if path not in made), gcd(*(own for own, _ in heads))
+    common = gcd(*(own for own, _ in heads))
     shared = tuple(sorted({keys for _, keys in heads}))
-    return Attending(made, others, whole, ContextFacts(None, lengths[0], common, shared, next(iter(no_ring), None)))
+    return Attending(made, found, whole, ContextFacts(None, lengths[0], common, shared, next(iter(no_ring), None)))
 
 
 def observe_attention(model: nn.Module, inputs: Batch, blocks: Collection[str] = ()) -> Attending:
     """Runs a forward on fake tensors and observes its attention; see `attending_units`."""
     mode = new_fake_mode()
-    with any_dtype_grouped_mm(), caches_off(model), torch.enable_grad(), mode:
-        return attending_units(fake_copy(model, mode), fake_inputs(dict(inputs), mode), blocks)
+    with any_dtype_grouped_mm(), caches_off(model), masks_of_runs(inputs), torch.enable_grad(), mode:
+        own = fake_copy(model, mode)
+        return attending_units(own, fake_inputs(dict(inputs), mode), dict(units(own, blocks)))
 
 
-def context_facts(model: nn.Module, inputs: Any, conduct: Conduct) -> ContextFacts:
+def context_facts(model: nn.Module, inputs: Any, conduct: Conduct, captured: UnitGraph | None = None) -> ContextFacts:
     """Returns whether and how a model can run on parts of the positions.
 
     Args:
@@ -135,23 +138,41 @@ def context_facts(model: nn.Module, inputs: Any, conduct: Conduct) -> ContextFac
         inputs: Example inputs of a micro-batch: keyword inputs, or a tuple.
         conduct: How its loss comes from those of parts. A model that was rehearsed is run with its values, another on fake
             tensors.
+        captured: Its record, which stages run; None: it cannot be cut.
     """
-    mode, reduction = None if conduct.unseen is None else new_fake_mode(), conduct.reduction
-    if reduction not in (MEAN, SUM, TARGETS):
+    if conduct.reduction not in (MEAN, SUM, TARGETS):
         return ContextFacts("its loss is no mean over positions or targets")
-    reason = ""
-    for double in (True, False) if mode is None else (False,):  # some models have dtypes of their own
+    try:
+        given: Any = keyword_inputs(model, inputs)
+    except InputError as error:
+        return ContextFacts(str(error))
+    facts = _facts(model, given, conduct, (True, False) if conduct.unseen is None else (False,))
+    if captured is None or facts.no_context is not None:
+        return facts
+    return replace(facts, no_stages=_facts(WholeRecord(captured), given, conduct, (False,)).no_context)
+
+
+def _facts(model: nn.Module, inputs: Batch, conduct: Conduct, precisions: Sequence[bool]) -> ContextFacts:
+    """Returns facts from runs of a copy in double precision or not; some models have dtypes of their own."""
+    mode, reason = None if conduct.unseen is None else new_fake_mode(), ""
+    for double in precisions:
         try:
-            given: Any = keyword_inputs(model, inputs)
             if mode is not None:
-                own, given = fake_copy(model, mode), fake_inputs(given, mode)
+                own, given = fake_copy(model, mode), fake_inputs(inputs, mode)
             else:
                 own = copy.deepcopy(model, computed_values(model)).eval()
                 own = own.double() if double else own
-                given = pytree.tree_map_only(torch.Tensor, partial(_cast, double=double), given)
+                given = pytree.tree_map_only(torch.Tensor, partial(_cast, double=double), inputs)
             alike = _ALIKE * (1.0 if double else _SINGLE)
-            with any_dtype_grouped_mm(), caches_off(own), torch.enable_grad(), torch.random.fork_rng([]), mode or nullcontext():
-                return _checked(own, given, reduction, alike)
+            with (
+                any_dtype_grouped_mm(),
+                caches_off(own),
+                masks_of_runs(inputs),
+                torch.enable_grad(),
+                torch.random.fork_rng([]),
+                mode or nullcontext(),
+            ):
+                return _checked(own, given, conduct.reduction, alike)
         except InputError as error:
             return ContextFacts(str(error).removeprefix("native: "))
         except Exception as error:  # the model's own code runs on parts
@@ -165,7 +186,7 @@ def _cast(leaf: torch.Tensor, double: bool) -> torch.Tensor:
 
 
 def _checked(model: nn.Module, inputs: Batch, reduction: str, alike: float) -> ContextFacts:
-    found = attending_units(model, inputs)
+    found = attending_units(model, inputs, model.units() if isinstance(model, WholeRecord) else dict(units(model)))
     if found.facts.positions % 4:
         raise InputError(uneven(found.facts.positions, 2))
     whole, _ = _loss(model, inputs, reduction)
@@ -200,7 +221,8 @@ def _part_loss(
         return whole
 
     attend, mixes = partial(attend_gathered, part=part, gather=gather), _Mixes(found.facts.positions // part.degree)
-    context = Context(model, found.units, found.others, part, attend)
+    context = Context(found.blocks, found.units, part, attend)
+    context.divide(model)
     if isinstance(found.whole[0], FakeTensor):
         context.watch = mixes
     try:

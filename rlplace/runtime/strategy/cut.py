@@ -1,7 +1,8 @@
 """The cut of a captured forward into stages, each a module of the model's own modules.
 
 Values without a parameter behind them (masks, positions, rotary tables) are computed again on every stage that reads them,
-from the inputs, which every stage gets. All other values that later stages read are sent from stage to stage.
+from the inputs, which every stage gets. All other values that later stages read are sent from stage to stage; where processes
+divide the positions of samples, of a part of them once a block with attention has run.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
 from rlplace.errors import InputError, show
 from rlplace.model.capture.export import is_random, rewrite_devices
+from rlplace.model.torch_adapter import pytree
 from rlplace.runtime.base.batches import SEEN
 from rlplace.runtime.strategy.blocks import owner
 from rlplace.runtime.strategy.capture import UnitGraph, written_buffer
+from rlplace.runtime.strategy.why_not_divided import uneven
 
 FLOATING = -1
 """Stage of values that every stage computes for itself."""
@@ -34,17 +38,32 @@ class StageGraph:
     given: tuple[torch.Tensor, ...]  # values for the next stage, likewise; empty for the last one
     inputs: tuple[int, ...]  # positions of the flat inputs that it reads
     parameters: frozenset[str]  # names of the parameters that it reads, ties under every name
+    positions: int = 0  # of the whole sequence, of which it takes a part of the values of the stage before; 0: all of them
 
 
-def cut(captured: UnitGraph, blocks: Sequence[Sequence[str]]) -> list[StageGraph]:
+class Divided(NamedTuple):
+    """A division of the positions of samples among processes.
+
+    Attributes:
+        attending: By path of the blocks with attention, the position of the activation among their flat arguments.
+        degree: Number of parts.
+    """
+
+    attending: Mapping[str, int]
+    degree: int
+
+
+def cut(captured: UnitGraph, blocks: Sequence[Sequence[str]], divided: Divided | None = None) -> list[StageGraph]:
     """Cuts between stages.
 
     Args:
         captured: The forward.
         blocks: Per stage the paths of its blocks; what lies inside a block goes with it.
+        divided: How stages divide positions; None: they run on whole sequences.
 
     Raises:
-        InputError: A unit is in no stage, an earlier stage reads what a later one makes, or one stage writes what others read.
+        InputError: A unit is in no stage, an earlier stage reads what a later one makes, or one stage writes what others read;
+            or a value of parts has its positions at a strange place.
     """
     stage_of_block = {block: number for number, names in enumerate(blocks) for block in names}
     nodes = list(captured.graph.nodes)
@@ -63,6 +82,8 @@ def cut(captured: UnitGraph, blocks: Sequence[Sequence[str]]) -> list[StageGraph
             raise InputError(f"native: the value {node.name} crosses from stage to stage and is no tensor; cut elsewhere")
     written = {buffer: stage_of[node] for node in nodes if (buffer := written_buffer(node)) is not None}
     trained, stages = _trained(captured), []
+    first, sizes, made = (len(blocks), (0, 0), set[fx.Node]()) if divided is None else _parts(nodes, stage_of, divided)
+    parts = {node: _part_shape(node, *sizes, divided.degree) for edge in crossing for node in edge if divided and node in made}
     for number, (taken, given) in enumerate(pairwise(crossing)):
         own = [node for node in nodes if stage_of[node] == number]
         needed = needed_for([*own, *given], set(taken))
@@ -73,9 +94,47 @@ def cut(captured: UnitGraph, blocks: Sequence[Sequence[str]]) -> list[StageGraph
                 )
         graph, inputs = stage_graph(nodes, taken, given, needed)
         stages.append(
-            StageGraph(graph, _signature(taken, trained), _signature(given, trained), inputs, _names(captured, graph))
+            StageGraph(
+                graph,
+                _signature(taken, trained, parts),
+                _signature(given, trained, parts),
+                inputs,
+                _names(captured, graph),
+                sizes[1] if number > first else 0,
+            )
         )
     return stages
+
+
+def _parts(
+    nodes: Sequence[fx.Node], stage_of: Mapping[fx.Node, int], divided: Divided
+) -> tuple[int, tuple[int, int], set[fx.Node]]:
+    """Returns the first stage with attention, samples and positions of its activation, and all that is made from parts."""
+    attending = [node for node in nodes if node.op == "call_module" and node.target in divided.attending]
+    first, made = min(stage_of[node] for node in attending), set[fx.Node]()
+    for number, node in enumerate(nodes):
+        begun = stage_of[node] > first or (stage_of[node] == first and number >= nodes.index(attending[0]))
+        if (node.op == "call_module" and begun) or any(before in made for before in node.all_input_nodes):
+            made.add(node)
+    leaves = pytree.tree_leaves((attending[0].args, attending[0].kwargs))
+    samples, positions = leaves[divided.attending[str(attending[0].target)]].meta["val"].shape[:2]
+    if positions % (2 * divided.degree):
+        raise InputError(f"native: {uneven(positions, divided.degree)}")
+    return first, (samples, positions), made
+
+
+def _part_shape(node: fx.Node, samples: int, positions: int, degree: int) -> tuple[int, ...]:
+    """Returns the shape of a value that is made from parts: its positions come second, or first, with the samples or alone."""
+    shape = tuple(node.meta["val"].shape)
+    along = 1 if shape[1:2] == (positions,) else 0
+    if shape and (shape[along] == positions or shape[0] == samples * positions):
+        return *shape[:along], shape[along] // degree, *shape[along + 1 :]
+    if positions in shape:
+        raise InputError(
+            f"native: {node.name}, of shape {shape}, crosses from stage to stage and has its {positions} positions neither "
+            "first nor second; cut elsewhere, or plan with context=1"
+        )
+    return shape
 
 
 def _stages(captured: UnitGraph, stage_of_block: Mapping[str, int]) -> dict[fx.Node, int]:
@@ -167,9 +226,11 @@ def needed_for(wanted: Sequence[fx.Node], taken: set[fx.Node]) -> set[fx.Node]:
     return needed
 
 
-def _signature(nodes: Sequence[fx.Node], trained: set[fx.Node]) -> tuple[torch.Tensor, ...]:
-    values = ((node.meta["val"], node in trained) for node in nodes)
-    return tuple(torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=grad) for value, grad in values)
+def _signature(
+    nodes: Sequence[fx.Node], trained: set[fx.Node], parts: Mapping[fx.Node, tuple[int, ...]]
+) -> tuple[torch.Tensor, ...]:
+    values = ((parts.get(node, node.meta["val"].shape), node.meta["val"].dtype, node in trained) for node in nodes)
+    return tuple(torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad) for shape, dtype, grad in values)
 
 
 def stage_module(captured: UnitGraph, stage: StageGraph, device: torch.device) -> fx.GraphModule:
@@ -186,6 +247,28 @@ def stage_module(captured: UnitGraph, stage: StageGraph, device: torch.device) -
             place, _, name = node.target.rpartition(".")
             made.get_submodule(place)._non_persistent_buffers_set.add(name)
     return made
+
+
+class WholeRecord(nn.Module):
+    """A recorded forward in one piece, which is called as the model is; copies of it have modules of their own."""
+
+    def __init__(self, captured: UnitGraph) -> None:
+        super().__init__()
+        nodes, spec = list(captured.graph.nodes), captured.out_spec
+        graph, self._inputs = stage_graph(nodes, (), (), needed_for([nodes[-1]], set()))
+        device = next((p.device for p in captured.model.parameters() if not p.is_meta), torch.device("cpu"))
+        self.body = stage_module(captured, StageGraph(graph, (), (), self._inputs, frozenset()), device)
+        self._output = lambda flat: pytree.tree_unflatten(flat, spec)  # functions are not copied, whose specs warn
+
+    def forward(self, **inputs: Any) -> Any:
+        """Runs it."""
+        leaves = pytree.tree_leaves(((), inputs))
+        return self._output(self.body(*(leaves[at] for at in self._inputs)))
+
+    def units(self) -> dict[str, nn.Module]:
+        """Returns the units that it calls, by path."""
+        called = [str(node.target) for node in self.body.graph.nodes if node.op == "call_module"]
+        return {path: self.body.get_submodule(path) for path in called}
 
 
 def same_held(again: UnitGraph, first: UnitGraph, device: torch.device) -> None:

@@ -41,6 +41,7 @@ class ContextFacts:
     heads: int = 0  # of queries, what all attention has in common
     shared: tuple[int, ...] = ()  # of keys and values
     no_ring: str | None = None  # why keys and values cannot go around
+    no_stages: str | None = None  # why stages of a pipeline cannot run on parts of the positions, where one process can
 
 
 @dataclass(frozen=True)

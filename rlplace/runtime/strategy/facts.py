@@ -26,7 +26,7 @@ from rlplace.plan.strategy import MEAN, SUM, TARGETS, Strategy
 from rlplace.runtime.base.batches import Batch
 from rlplace.runtime.base.steps import samples_of
 from rlplace.runtime.strategy.blocks import block_names, has_batch_norm, has_sync_norm, observe, owner, tied_names, units
-from rlplace.runtime.strategy.capture import capture, strange_in
+from rlplace.runtime.strategy.capture import UnitGraph, capture, strange_in
 from rlplace.runtime.strategy.context_facts import context_facts
 from rlplace.runtime.strategy.cut import StageGraph, cut
 from rlplace.runtime.strategy.fact_records import COUPLES, Conduct, ContextFacts, ModelFacts, TensorFacts
@@ -117,12 +117,18 @@ def examine(model: nn.Module, inputs: Batch, flops: float = 0.0) -> ModelFacts:
             forward must compute what the forward does (`why_unlike`).
         flops: Of a step, where that is known.
     """
+    return _examined(model, inputs, flops)[0]
+
+
+def _examined(model: nn.Module, inputs: Batch, flops: float) -> tuple[ModelFacts, UnitGraph | None]:
+    """Returns facts, and the record of the forward where it can be cut; see `examine`."""
     found = dict(units(model))
     try:
         seen = observe(model, inputs, found)
     except Exception as error:  # the model's own code runs
         reason = f"its forward does not run on fake tensors ({type(error).__name__})"
-        return replace(model_facts(model, TensorFacts(no_tensor=reason), f"native: {reason}"), skips=True, branches=True)
+        facts = model_facts(model, TensorFacts(no_tensor=reason), f"native: {reason}")
+        return replace(facts, skips=True, branches=True), None
     layouts = find_layouts(found, seen.calls)
     tensor = TensorFacts(**{item.name: getattr(layouts, item.name) for item in fields(TensorFacts)})
     strange = {path: strange_in(call) for path, call in seen.calls.items()}
@@ -136,12 +142,12 @@ def examine(model: nn.Module, inputs: Batch, flops: float = 0.0) -> ModelFacts:
         if (unlike := why_unlike(model, captured, inputs, flops)) is not None:
             raise InputError(unlike)
     except InputError as error:
-        return replace(model_facts(model, tensor, str(error)), handed=handed, skips=seen.skips, branches=seen.branches)
+        return replace(model_facts(model, tensor, str(error)), handed=handed, skips=seen.skips, branches=seen.branches), None
     trained = (any(value.requires_grad for value in stage.taken) for stage in stages)
     untrained = tuple(block for block, flows in zip(blocks, trained, strict=True) if not flows)
     facts = replace(model_facts(model, tensor), blocks=blocks, untrained=untrained, handed=handed, reused=seen.reused)
     facts = replace(facts, skips=seen.skips, branches=seen.branches)
-    return replace(facts, no_samples=_no_samples(stages, inputs))
+    return replace(facts, no_samples=_no_samples(stages, inputs)), captured
 
 
 def facts_of(
@@ -157,9 +163,9 @@ def facts_of(
     """
     flops = 0.0 if graph is None else float(graph.op_flops.sum())
     try:
-        facts = examine(module, keyword_inputs(module, inputs), flops)
+        facts, captured = _examined(module, keyword_inputs(module, inputs), flops)
     except InputError as error:
-        facts = model_facts(module, no_cut=str(error))
+        facts, captured = model_facts(module, no_cut=str(error)), None
     if facts.batch_norm:
         facts = replace(facts, no_single=_no_single(module, inputs))
     conduct, no_gather = rehearse(module, inputs, loss, flops), None
@@ -170,7 +176,7 @@ def facts_of(
     facts = replace(facts, conduct=conduct, no_gather=no_gather)
     if loss is not None:
         return replace(facts, context=ContextFacts("its loss lies outside of the model"))
-    return replace(facts, context=context_facts(module, inputs, conduct))
+    return replace(facts, context=context_facts(module, inputs, conduct, captured))
 
 
 def _no_samples(stages: Sequence[StageGraph], inputs: Batch) -> str | None:

@@ -77,13 +77,14 @@ class MeshPlace:
     @property
     def context_ranks(self) -> tuple[int, ...]:
         """Processes that divide the positions of this process's samples, in the order of their parts."""
-        together = self.mesh.mesh[self.index["pipeline"], :, :, self.index["tensor"]].flatten()
+        together = self.mesh.mesh[self.mesh.get_local_rank("pipeline"), :, :, self.index["tensor"]].flatten()
         return tuple(together[self.replica * self.context :][: self.context].tolist())
 
     def peers(self, pipeline: Pipeline, own: int, other: int, *, sends: bool) -> list[Peer]:
         """Returns the processes of another stage that have samples of this process's, in the order of the samples.
 
-        Every process of a tensor group takes what it needs from one process, so some may have nothing to send.
+        Every process of a tensor group takes what it needs from one process, so some may have nothing to send. All stages
+        divide positions alike, and processes with the same part exchange.
 
         Args:
             pipeline: The pipeline of the strategy.
@@ -95,6 +96,7 @@ class MeshPlace:
         width, other_width = (pipeline.data_degree // stage.data_degree for stage in (mine, theirs))
         first, columns = self.replica * width, range(theirs.axis("tensor"))
         column, scale = self.index["tensor"], (mine.axis("tensor"), theirs.axis("tensor"))
+        part = self.column % self.context
         if sends:
             taking = [n for n in columns if n * scale[0] // scale[1] == column]
         else:
@@ -103,7 +105,7 @@ class MeshPlace:
         for replica in range(first // other_width, -(-(first + width) // other_width)):
             start, end = max(first, replica * other_width), min(first + width, (replica + 1) * other_width)
             for n in taking:
-                rank = self.ranks[theirs.devices[replica * scale[1] + n]]
+                rank = self.ranks[theirs.devices[(replica * self.context + part) * scale[1] + n]]
                 found.append(Peer(rank, Fraction(start - first, width), Fraction(end - start, width)))
         return found
 
@@ -157,10 +159,10 @@ def find_place(strategy: Strategy, device_type: str) -> MeshPlace:
 def _place_in(pipeline: Pipeline, number: int, rank_of_device: Mapping[int, int], device_type: str) -> MeshPlace | None:
     """Makes the meshes of a pipeline, on every process of the job; returns the place of this one, None outside of it."""
     sets = pipeline.device_sets
-    axes = {stage.devices: [stage.axis(name) for name in AXES[1:]] for stage in reversed(pipeline.stages)}
     context = pipeline.stages[0].axis("context")
-    for sizes in axes.values():
-        sizes[1 if pipeline.stages[0].sharding else 0] *= context
+    axes = {stage.devices: [stage.axis(name) for name in AXES[1:]] for stage in reversed(pipeline.stages)}
+    for own, sharded in {stage.devices: stage.sharding > 0 for stage in pipeline.stages}.items():
+        axes[own][int(sharded)] *= context
     ranks = {own: [rank_of_device[device] for device in own] for own in sets}
     mine = next((place for place, own in enumerate(sets) if dist.get_rank() in ranks[own]), None)
     together = [[own] for own in sets] if pipeline.unlike_meshes else [list(sets)]

@@ -216,7 +216,8 @@ class PipelineRun:
         return key, self._recorded[key]
 
     def _key(self, kind: Any) -> Any:
-        return kind, next(iter(self._roots.values())).training, autocast_state()
+        parts = self._place.context > 1 and torch.is_grad_enabled()
+        return kind, next(iter(self._roots.values())).training, parts, autocast_state()
 
     def step(self, passes: Sequence[Pass], loss: Loss) -> torch.Tensor:
         """Runs forward and backward of all micro-batches.

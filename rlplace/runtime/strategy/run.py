@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -19,7 +19,7 @@ from rlplace.model.capture.caches import turn_off_caches
 from rlplace.model.capture.fake import meta_copy
 from rlplace.model.capture.inputs import are_items, resize_batch
 from rlplace.plan.schedule import SCHEDULES
-from rlplace.plan.strategy import HEADS, Pipeline, Strategy
+from rlplace.plan.strategy import HEADS, Pipeline, Stage, Strategy
 from rlplace.runtime.base.batches import Batch, cast, repeated
 from rlplace.runtime.base.model import Batching
 from rlplace.runtime.base.steps import Loss
@@ -30,8 +30,8 @@ from rlplace.runtime.strategy.blocks import observe, tied_names, units
 from rlplace.runtime.strategy.buffers import Accumulation, StepBuffers
 from rlplace.runtime.strategy.capture import UnitGraph, capture, uncalled
 from rlplace.runtime.strategy.context import Context
-from rlplace.runtime.strategy.context_facts import observe_attention
-from rlplace.runtime.strategy.cut import StageGraph, cut, same_held, stage_module
+from rlplace.runtime.strategy.context_facts import Attending, observe_attention
+from rlplace.runtime.strategy.cut import Divided, StageGraph, cut, same_held, stage_module
 from rlplace.runtime.strategy.facts import model_facts
 from rlplace.runtime.strategy.gather import GatheredForward
 from rlplace.runtime.strategy.mesh import MeshPlace, check_same, find_place
@@ -113,15 +113,13 @@ def prepare(
         StrategyModel, meta, strategy, place, names=tuple(example_inputs), loss=loss, seed=seed, hooks=hooks,
         batching=replace(batching or Batching("global", (), strategy.reduction), items=are_items(dict(example_inputs))),
     )  # fmt: skip
+    attending = observe_attention(model, example_inputs, named) if place.context > 1 else None
     if len(pipeline.stages) > 1:
-        more = _pipelined(
-            model, meta, strategy, place, example_inputs, layouts, facts.blocks, mixed_precision, values=values, unlike=unlike
-        )
-        return make(**more)
+        how: dict[str, Any] = {"values": values, "unlike": unlike, "attending": attending}
+        return make(**_pipelined(model, meta, strategy, place, example_inputs, layouts, facts.blocks, mixed_precision, **how))
     stage = pipeline.stages[0]
     join_statistics(model, place, everywhere=strategy.statistics == "batch")
     captured = capture(model, example_inputs, named) if stage.sequence_parallel else None
-    attending = observe_attention(model, example_inputs, named) if place.context > 1 else None
     move(model, place.device)
     if layouts is not None:
         lay_out(place, stage, layouts, found, captured)
@@ -130,19 +128,27 @@ def prepare(
         forward.record(example_inputs)
         vars(model)["forward"] = forward
     if attending is not None:
-        if (reason := next(why_no_method(stage, attending.facts), None)) is not None:
-            raise InputError(f"native: {reason}")
-        part, method = Part(place.column % place.context, place.context), stage.context_method
-        attend = attends(method, part, place.context_ranks)
-        Context(model, attending.units, attending.others, part, attend, whole_masks=method == HEADS)
+        _divide(found, attending, stage, place).divide(model)
     unreached = seen is None or (seen.unreached and not seen.reentrant)
-    how: dict[str, Any] = {"mixed_precision": mixed_precision, "unreached": unreached}
+    how = {"mixed_precision": mixed_precision, "unreached": unreached}
     how["outside"] = () if seen is None else seen.outside
     root = wrap_stage(model, found, stage, place, values, pipelined=False, **how)
     reached = reduce_unlike(root, place, in_order=facts.branches) if unlike else None
     buffers = StepBuffers([model], by_replica=strategy.buffers == "replica")
     runner = Accumulation(root, place.device, every_pass=stage.sharding > 1, buffers=buffers, in_order=facts.branches)
     return make({0: model}, runner, roots=[model], reached=[reached] if reached else [])
+
+
+def _divide(blocks: Mapping[str, nn.Module], attending: Attending, stage: Stage, place: MeshPlace) -> Context:
+    """Makes blocks of a stage run on the part of the positions of this process.
+
+    Raises:
+        InputError: Their attention cannot run by the method of the stage.
+    """
+    if (reason := next(why_no_method(stage, attending.facts), None)) is not None:
+        raise InputError(f"native: {reason}")
+    part, method = Part(place.column % place.context, place.context), stage.context_method
+    return Context(blocks, attending.units, part, attends(method, part, place.context_ranks), whole_masks=method == HEADS)
 
 
 def _pipelined(
@@ -157,13 +163,15 @@ def _pipelined(
     *,
     values: Values,
     unlike: bool,
+    attending: Attending | None,
 ) -> dict[str, Any]:
     """Returns the arguments of `StrategyModel` for the stages of this process."""
     pipeline, statistics = place.pipeline, strategy.statistics
     if (joined := pipeline.data_degree // place.data_degree) > 1:
         inputs = repeated(inputs, joined, pipeline.microbatch[0])
     dtype = None if mixed_precision is None else mixed_precision.param_dtype
-    captured, across, stages = _cut(model, inputs, pipeline, dtype, layouts)
+    divided, contexts = None if attending is None else Divided(attending.units, place.context), dict[int, Context]()
+    captured, across, stages = _cut(model, inputs, pipeline, dtype, layouts, divided)
     bodies = {number: stage_module(captured, stages[number], place.device) for number in place.stages}
     for path in uncalled(captured, blocks) if 0 in bodies else ():  # no step trains them; they are kept for checkpoints
         bodies[0].add_submodule(path, captured.units[path])
@@ -182,6 +190,9 @@ def _pipelined(
         inside = {path: module for path, module in captured.units.items() if id(module) in own}
         if layouts is not None:
             lay_out(place, pipeline.stages[number], layouts, inside, captured, across=across)
+        if attending is not None:
+            contexts[number] = _divide(inside, attending, pipeline.stages[number], place)
+            contexts[number].divide(bodies[number], stages[number].positions)
         own_values = {f"body.{name}": value for name, value in values.items()}
         wrap_stage(root, inside, pipeline.stages[number], place, own_values, pipelined=True, mixed_precision=mixed_precision)
         splits = SCHEDULES[pipeline.schedule or ""].splits_backward  # no hook sees what it reaches
@@ -189,9 +200,12 @@ def _pipelined(
             reached.append(found)
 
     def record(inputs: Batch) -> Recorded:
-        again, _, recut = _cut(meta, inputs, pipeline, dtype, layouts)
+        again, _, recut = _cut(meta, inputs, pipeline, dtype, layouts, divided)
         same_held(again, captured, place.device)
-        return Recorded(again, recut, {number: stage_module(again, recut[number], place.device) for number in place.stages})
+        made = {number: stage_module(again, recut[number], place.device) for number in place.stages}
+        for number, context in contexts.items():
+            context.divide(made[number], recut[number].positions)
+        return Recorded(again, recut, made)
 
     first = inputs, Recorded(captured, stages, bodies)
     runner = PipelineRun(pipeline, place, roots, record, first, dtype, by_replica=strategy.buffers == "replica")
@@ -199,9 +213,17 @@ def _pipelined(
 
 
 def _cut(
-    model: nn.Module, inputs: Batch, pipeline: Pipeline, dtype: torch.dtype | None, layouts: ModelLayouts | None
+    model: nn.Module,
+    inputs: Batch,
+    pipeline: Pipeline,
+    dtype: torch.dtype | None,
+    layouts: ModelLayouts | None,
+    divided: Divided | None,
 ) -> tuple[UnitGraph, bool, list[StageGraph]]:
-    """Records a forward whose parameters have the dtype that passes compute in, so that it shows what stages send."""
+    """Records a forward whose parameters have the dtype that passes compute in, so that it shows what stages send.
+
+    Without gradients they send values of whole sequences, as evaluation does.
+    """
     named = [stage.blocks for stage in pipeline.stages]
     kept = [(p, p.data) for p in model.parameters() if dtype is not None and p.is_floating_point()]
     try:
@@ -212,7 +234,7 @@ def _cut(
         for parameter, value in kept:
             parameter.data = value
     across = layouts is not None and stay_parts(captured, pipeline, layouts)
-    stages = cut(captured, named)
+    stages = cut(captured, named, divided if torch.is_grad_enabled() else None)
     if minor_version(torch.__version__) < (2, 13) and any(not value.requires_grad for stage in stages for value in stage.taken):
         raise InputError("native: a value without a gradient crosses from stage to stage, which needs torch 2.13; upgrade it")
     return captured, across, stages

@@ -92,8 +92,10 @@ def why_no_context(pipeline: Pipeline, stage: Stage, facts: ModelFacts) -> Itera
     if facts.context.positions % (2 * stage.axis("context")):
         yield uneven(facts.context.positions, stage.axis("context"))
     yield from why_no_method(stage, facts.context)
-    if len(pipeline.stages) > 1:
-        yield "the axis context is not run in pipelines yet; plan with context=1 or pipeline=1"
+    if len(pipeline.stages) > 1 and facts.context.no_stages is not None:
+        yield f"no context parallelism in a pipeline: {facts.context.no_stages}; plan with context=1 or pipeline=1"
+    if len({one.axis("context") for one in pipeline.stages}) > 1:
+        yield "stages of unlike context degrees would exchange parts of positions for others; give all the same degree"
     if stage.sequence_parallel:
         yield "the axis context was not compared with sequence_parallel, which splits positions again; plan without one of them"
     conduct = facts.conduct or Conduct()

@@ -1,5 +1,7 @@
 """Processes that run on parts of the positions give the loss, the gradients and the trained parameters of the plain model."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -12,12 +14,14 @@ from rlplace.runtime.base.model import Batching
 from rlplace.runtime.job.distribute import parallelize
 from rlplace.runtime.state.whole import whole_tensor
 from rlplace.runtime.strategy.attention import NO_RING
+from rlplace.runtime.strategy.blocks import block_names
+from rlplace.runtime.strategy.capture import capture
 from rlplace.runtime.strategy.context_facts import context_facts
 from rlplace.runtime.strategy.fact_records import Conduct
 from rlplace.runtime.strategy.run import prepare
 from tests.runtime import small_models
 from tests.runtime.job.launch import run
-from tests.runtime.strategy.native_worker import difference, mixture
+from tests.runtime.strategy.native_worker import decoder, difference, mixture
 
 pytest.importorskip("transformers")
 
@@ -39,8 +43,9 @@ MODELS = {
     "llama": lambda: causal(small_models.llama(layers=2)[0]),
     "gpt2": lambda: causal(small_models.gpt2(n_head=4)[0]),
     "mixtral": lambda: causal(mixture("mixtral", num_local_experts=4)),
-    "bert": lambda: small_models.bert()[0],
-    "bare bert": lambda: small_models.bert()[0],
+    "bert": lambda: small_models.bert(layers=2)[0],
+    "bare bert": lambda: small_models.bert(layers=2)[0],
+    "bare qwen3": lambda: causal(decoder("qwen3", 2, head_dim=8)),
     "bare llama": lambda: causal(small_models.llama(layers=2)[0]),
 }
 
@@ -61,7 +66,7 @@ def batch(name):
     return made if name == "gpt2" or "bare" in name else made | {"attention_mask": held.long()}
 
 
-def plan(mesh, sharding=0, microbatches=1, recompute=None, expert=1, method="gather"):
+def plan(mesh, sharding=0, microbatches=1, recompute=None, expert=1, method="gather", schedule=None):
     degree = mesh.get("replicate", 1) * mesh.get("shard", 1)
     return {
         "mesh": mesh,
@@ -71,6 +76,7 @@ def plan(mesh, sharding=0, microbatches=1, recompute=None, expert=1, method="gat
         "degree": degree,
         "expert": expert,
         "method": method,
+        "schedule": schedule,
     }
 
 
@@ -92,18 +98,31 @@ CASES = {
     "a ring of shares, full attention": ("bare bert", plan({"shard": 2, "context": 2}, 1, microbatches=2, method="ring")),
     "a ring of tensor groups": ("bare llama", plan({"context": 2, "tensor": 2}, recompute="full", method="ring")),
     "a ring, shared keys": ("bare llama", plan({"replicate": 2, "context": 2}, method="ring")),
+    "stages, padded": ("llama", plan({"context": 2}, microbatches=4, schedule="1f1b")),
+    "stages, recomputed": ("gpt2", plan({"context": 2}, microbatches=4, recompute="full", schedule="gpipe")),
+    "stages, heads, full attention, padded": (
+        "bert",
+        plan({"context": 2}, microbatches=4, method="heads", schedule="interleaved_zero_bubble"),
+    ),
+    "stages in a v, a ring": ("bare qwen3", plan({"context": 2}, microbatches=4, method="ring", schedule="zbv")),
 }
 
 
-def strategy(name, mesh, sharding, microbatches, recompute, degree, expert, method):
-    from rlplace.runtime.strategy.blocks import block_names
-
+def strategy(name, mesh, sharding, microbatches, recompute, degree, expert, method, schedule):
     blocks = block_names(make(name))
-    stage = {"blocks": list(blocks), "devices": [0, 1, 2, 3], "mesh": mesh, "sharding": sharding, "expert": expert}
-    stage["context_method"] = method
-    stage["recompute"] = {block: recompute for block in blocks if block[-1].isdigit()} if recompute else {}
+    layers = [block for block in blocks if block[-1].isdigit()]
+    common = {"mesh": mesh, "sharding": sharding, "expert": expert, "context_method": method}
+    bounds, devices = [], [[0, 1, 2, 3]]
+    if schedule:
+        bounds, devices = [blocks.index(layers[1])], [[0, 1], [2, 3]]
+    if schedule == "zbv":  # tables, a layer, a layer, the head
+        bounds, devices = [bounds[0] - 1, *bounds, bounds[0] + 1], [*devices, *devices[::-1]]
+    parts = [blocks[a:b] for a, b in pairwise([0, *bounds, len(blocks)])]
+    stages = [common | {"blocks": list(part), "devices": own} for part, own in zip(parts, devices, strict=True)]
+    for stage in stages:
+        stage["recompute"] = {block: recompute for block in stage["blocks"] if block in layers} if recompute else {}
     sizes = {"batch": BATCH, "microbatch": [BATCH // degree // microbatches], "microbatches": [microbatches]}
-    return Strategy.from_dict({**sizes, "stages": [stage], "reduction": TARGETS})
+    return Strategy.from_dict({**sizes, "schedule": schedule, "stages": stages, "reduction": TARGETS})
 
 
 def steps_of(model, inputs):
@@ -113,13 +132,18 @@ def steps_of(model, inputs):
         value = model(**inputs).loss
         value.backward()
         if not step:
-            gradients = {name: whole_tensor(p.grad) for name, p in model.named_parameters()}
+            gradients = {name: whole_tensor(p.grad) for name, p in model.named_parameters(remove_duplicate=False)}
             first = value.item()
         optimizer.step()
     model.eval()
     with torch.no_grad():
         logits = model(**inputs).logits
-    return first, gradients, {name: whole_tensor(p.detach()) for name, p in model.named_parameters()}, logits
+    return (
+        first,
+        gradients,
+        {name: whole_tensor(p.detach()) for name, p in model.named_parameters(remove_duplicate=False)},
+        logits,
+    )
 
 
 def parts():
@@ -176,6 +200,9 @@ class Own(nn.Module):
         x = self.head(self.layers[0](self.embed(input_ids) + self.places(torch.arange(input_ids.shape[1]))))
         if self.besides == "first":
             return F.cross_entropy(x[:, 0], input_ids[:, 0])
+        if self.besides == "counts":  # a record has the number of all
+            x = x.flatten(0, 1)
+            return F.cross_entropy(x, input_ids.roll(-1, 1).flatten(), reduction="sum") / len(x)
         return F.cross_entropy(x.flatten(0, 1), input_ids.roll(-1, 1).flatten())
 
 
@@ -187,6 +214,15 @@ def test_what_mixes_positions_is_refused_by_values_and_by_ops(besides, unseen):
     facts = context_facts(Own(besides), inputs, Conduct(reduction=TARGETS, unseen=unseen))
     assert (facts.no_context is None) == (besides == ""), facts
     assert besides or facts.positions == 8
+
+
+@pytest.mark.parametrize("besides", ["", "counts"])
+def test_a_record_that_holds_numbers_of_whole_sequences_is_refused_in_pipelines(besides):
+    torch.manual_seed(0)
+    model, inputs = Own(besides), {"input_ids": torch.randint(0, 9, (2, 8))}
+    facts = context_facts(model, inputs, Conduct(), capture(model, inputs))
+    assert facts.no_context is None
+    assert ("loss of two parts" in str(facts.no_stages)) == bool(besides), facts
 
 
 def test_loops_of_others_are_refused():

@@ -1,27 +1,23 @@
 """Embedding tables that replicas divide: by rows, by columns, or each whole on one of them.
 
-A module sends the ids that its samples have, each once, to the processes that hold their rows, by all-to-all, and runs its own
-op on the rows that come back, so that sums, means and paddings are as they were. The gradient of a part is the sum over all
-replicas of what each has for its samples, scaled as their average is. A part is a plain parameter, so that optimizers of sparse
-gradients take it; checkpoints see it as a DTensor (`rlplace.runtime.state.whole.seen`).
+A part is a plain parameter, so that optimizers of sparse gradients take it; checkpoints see it as a DTensor
+(`rlplace.runtime.state.whole.seen`). Lookups exchange ids and rows (`rlplace.runtime.strategy.lookups`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn import functional
 
 from rlplace.model.capture.fake import replaced_forward
 from rlplace.plan.strategy import COLUMNS, TABLE
 from rlplace.runtime.state.values import Stored, Values, read_stored
-from rlplace.runtime.torch_adapter import all_to_all
+from rlplace.runtime.strategy.lookups import DividedTable, Layout
 
 WEIGHT = "weight"
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -46,72 +42,6 @@ def _why_whole(module: nn.Embedding | nn.EmbeddingBag, users: Mapping[int, int])
     if type(module.weight) is not nn.Parameter or [*module._parameters] != [WEIGHT]:
         return "holds no plain weight, or more than one"
     return "shares its weight with another module" if users[id(module.weight)] > 1 else None
-
-
-@dataclass(frozen=True)
-class _Divided:
-    """A table over processes, called in place of the forward of its module."""
-
-    module: Any
-    mesh: DeviceMesh
-    word: str
-    sizes: tuple[int, ...]  # rows of each process; columns of each where these are divided
-    width: int  # columns of the whole
-    trained: bool
-    dtype: torch.dtype  # of the rows that travel
-
-    def __call__(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        pad, ids = self.module.padding_idx, input.flatten()
-        wanted, at = (ids if pad is None else torch.cat([ids, ids.new_full((1,), pad)])).unique(return_inverse=True)
-        rows = self._rows(wanted)
-        if pad is not None:
-            at, pad = at[:-1], int(at[-1])
-        at = at.view(input.shape)
-        if isinstance(self.module, nn.Embedding):
-            return functional.embedding(at, rows, pad)
-        return self._bags(at, rows, pad, *args, **kwargs)
-
-    def _bags(
-        self,
-        at: torch.Tensor,
-        rows: torch.Tensor,
-        pad: int | None,
-        offsets: torch.Tensor | None = None,
-        per_sample_weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        how: dict[str, Any] = {"mode": self.module.mode, "include_last_offset": self.module.include_last_offset}
-        return functional.embedding_bag(at, rows, offsets, per_sample_weights=per_sample_weights, padding_idx=pad, **how)
-
-    def _rows(self, wanted: torch.Tensor) -> torch.Tensor:
-        """Returns the rows of ids, which rise: [ids, width]."""
-        group, degree, own = self.mesh.get_group(), self.mesh.size(), self.mesh.get_local_rank()
-        count, first, widths = len(wanted), 0, [self.width] * degree
-        if self.word == COLUMNS:
-            sent, widths = wanted.new_full((degree,), count), [*self.sizes]
-            ids = wanted.repeat(degree)
-        else:  # every process holds at least as many rows as those behind it
-            ids, most = wanted, max(self.sizes)
-            holder = wanted.div(most, rounding_mode="floor").clamp(0, degree - 1)  # strange ids raise where they are looked up
-            if self.word.startswith(TABLE):
-                holder = torch.full_like(wanted, self.sizes.index(most))
-            else:
-                first = own * most
-            sent = torch.bincount(holder, minlength=degree)
-        out, back = sent.tolist(), all_to_all(sent, None, None, group).tolist()
-        came = all_to_all(ids, back, out, group) - first
-        weight = self.module.weight
-        if weight is None:  # its backward has to run as that of all others
-            found = torch.zeros(0, dtype=self.dtype, device=wanted.device, requires_grad=self.trained)
-        else:
-            found = functional.embedding(came, weight, sparse=self.module.sparse).to(self.dtype).flatten()
-        sizes = [number * width for number, width in zip(out, widths, strict=True)]
-        flat = all_to_all(found, sizes, [number * widths[own] for number in back], group)
-        if flat.requires_grad:
-            flat.register_hook(lambda gradient: gradient / degree)
-        if self.word != COLUMNS:
-            return flat.view(count, self.width)
-        parts = flat.split(sizes)
-        return torch.cat([part.view(count, width) for part, width in zip(parts, widths, strict=True)], 1)
 
 
 def divide_tables(
@@ -145,8 +75,10 @@ def divide_tables(
         module._parameters[WEIGHT] = None
         if sizes[own] or not word.startswith(TABLE):
             module.register_parameter(WEIGHT, _part(whole, axis, sizes, mesh, source, device))
-        held = _Divided(module, mesh, word, tuple(sizes), whole.shape[1], whole.requires_grad, dtype or whole.dtype)
-        vars(module)["forward"] = held
+        first, held = (0, len(whole)) if axis else (sizes.index(max(sizes)), max(sizes))
+        widths = tuple(sizes) if axis else (whole.shape[1],) * mesh.size()
+        layout = Layout(word, len(whole), first, held, widths, whole.requires_grad, dtype or whole.dtype)
+        vars(module)["forward"] = DividedTable(path, module, layout, mesh, device)
 
 
 def _part(

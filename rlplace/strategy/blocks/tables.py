@@ -183,26 +183,29 @@ class EmbeddingTables:
         return sizes
 
     def exchanges(self, blocks: Blocks, samples: int, origin: NDArray[np.int32], degree: int) -> Iterator[TensorCollective]:
-        """Yields the all-to-alls of a pass of so many samples: numbers of ids, ids, rows, and gradients of rows.
+        """Yields the all-to-alls of a pass of so many samples: numbers of ids, ids, rows, and gradients of rows, of all tables.
 
-        All ids count as unlike. A process with a whole table sends the rows of all others, which takes as long as if every
-        process sent as many.
+        All ids count as unlike. A process sends the rows that it holds of a whole table to all others, and of a divided one a
+        part; the one that sends most counts, as if every process sent as much. Rows are there before the first lookup, and
+        their gradients go after the last is known, that of the first.
         """
-        for one, word in self._divided(degree):
+        found, (ids, rows, back) = self._divided(degree), np.zeros((3, degree))
+        if not found:
+            return
+        for one, word in found:
             parameter = self.graph.parameters[one.parameter]
             count = min(samples * one.ids, float(parameter.shape[0]))
-            rows = count * parameter.size_bytes / parameter.shape[0]
-            block, number = int(blocks.of_op[one.op]), float(np.searchsorted(origin, one.op))
-            alone = degree if word.startswith(TABLE) else 1
-            sent = count * ID_BYTES * (degree if word == COLUMNS else alone)
-            for when, size, place in (
-                (FORWARD_PASS, float(ID_BYTES * degree), -0.5),
-                (FORWARD_PASS, sent, -0.5),
-                (FORWARD_PASS, rows * alone, -0.5),
-                (BACKWARD_PASS, rows * alone, 0.5),
-            ):
-                if when == FORWARD_PASS or parameter.trainable:
-                    yield TensorCollective(block, when, EXPERT_ALL_TO_ALL, size, number + place)
+            held = np.arange(degree) == int(word.split()[1]) if word.startswith(TABLE) else np.full(degree, 1.0 / degree)
+            sent = held * degree * count * parameter.size_bytes / parameter.shape[0]
+            ids += count * ID_BYTES * degree * (held if word != COLUMNS else 1.0)
+            rows += sent
+            back += sent * parameter.trainable
+        first = min(one.op for one, _ in found)
+        block, number = int(blocks.of_op[first]), float(np.searchsorted(origin, first))
+        for size in (ID_BYTES * degree * len(found), ids.max(), rows.max()):
+            yield TensorCollective(block, FORWARD_PASS, EXPERT_ALL_TO_ALL, float(size), number - 0.5)
+        if back.any():
+            yield TensorCollective(block, BACKWARD_PASS, EXPERT_ALL_TO_ALL, float(back.max()), number + 0.5)
 
 
 def find_tables(graph: OpGraph) -> EmbeddingTables:

@@ -33,7 +33,7 @@ class Found(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a table lies over the processes of a mesh."""
+    """Layout of a table over the processes of a mesh."""
 
     word: str
     rows: int  # of the whole
@@ -135,7 +135,8 @@ class Exchange:
         came = all_to_all(sent.flatten(), None, None, self._group)
         wrong, last = _counted(of_value, count, strange.long()), torch.searchsorted(wanted, self._last)
         known = iter(torch.cat([wrong, edges, last, sent.flatten(), came]).tolist())
-        bad, edge, last_at, out, back = ([next(known) for _ in range(n)] for n in (count, count + 1, count, *2 * [sent.numel()]))
+        counts = count, count + 1, count, sent.numel(), sent.numel()
+        bad, edge, last_at, out, back = ([next(known) for _ in range(n)] for n in counts)
         if (number := next((n for n, times in enumerate(bad) if times), None)) is not None:
             raise InputError(f"native: an id is no row of the table {tables[number].path}, which has {int(self._rows[number])}")
         flat = self._rows_of(wanted, holder, edge[self._narrow], out, back)

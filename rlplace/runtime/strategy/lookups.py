@@ -160,8 +160,8 @@ class Exchange:
         if split < count:
             sizes = [sum(out[n : n + split]) for n in range(0, len(out), count)]
             message = torch.cat([part for one in message.split(sizes) for part in (one, wanted[narrow:])])
-        counts = [[sum(each[n : n + count]) for n in range(0, len(each), count)] for each in (back, out)]
-        asked = all_to_all(message, *counts, self._group).split([*back])
+        came, went = ([sum(each[n : n + count]) for n in range(0, len(each), count)] for each in (back, out))
+        asked = all_to_all(message, came, went, self._group).split([*back])
         made: dict[int, torch.Tensor] = {}
         for n, one in enumerate(self._tables):
             weight, size = one.module.weight, one.layout

@@ -23,18 +23,18 @@ from rlplace.plan.strategy import COLUMNS
 from rlplace.runtime.base.batches import Batch, signature_of
 from rlplace.runtime.strategy.capture import UnitGraph, capture
 from rlplace.runtime.strategy.cut import needed_for
-from rlplace.runtime.strategy.lookups import DividedTable, Exchange
+from rlplace.runtime.strategy.lookups import DividedTable, RowExchange
 
 
-class _Recorded(NamedTuple):
+class _RecordedIds(NamedTuple):
     """The lookups of a forward for inputs of one signature."""
 
     ids: fx.GraphModule  # returns the ids of all, from the flat inputs
     tables: Sequence[DividedTable]  # of each
-    exchanges: Sequence[tuple[Sequence[int], Exchange]]  # numbers of lookups, and what fetches their rows together
+    exchanges: Sequence[tuple[Sequence[int], RowExchange]]  # numbers of lookups, and what fetches their rows together
 
 
-class Ahead:
+class LookupsAhead:
     """A hook before the forward of a model, which looks up the rows of its tables.
 
     Args:
@@ -69,7 +69,7 @@ class Ahead:
     def _key(self, inputs: Batch) -> Any:
         return signature_of(dict(inputs)), self._model.training
 
-    def _record(self, inputs: Batch) -> _Recorded:
+    def _record(self, inputs: Batch) -> _RecordedIds:
         captured = capture(self._meta, inputs, self._tables)
         calls = [node for node in captured.graph.nodes if node.op == "call_module" and node.target in self._tables]
         sources = [node.args[0] if node.args else node.kwargs["input"] for node in calls]
@@ -79,8 +79,8 @@ class Ahead:
         tables, exchanges = [self._tables[calls[number].target] for number in known], dict[torch.dtype, list[int]]()
         for number in sorted(range(len(tables)), key=lambda number: tables[number].layout.word == COLUMNS):
             exchanges.setdefault(tables[number].layout.dtype, []).append(number)
-        made = [(own, Exchange([tables[number] for number in own])) for own in exchanges.values()]
-        return _Recorded(self._ids(captured, [sources[number] for number in known]), tables, made)
+        made = [(own, RowExchange([tables[number] for number in own])) for own in exchanges.values()]
+        return _RecordedIds(self._ids(captured, [sources[number] for number in known]), tables, made)
 
     def _ids(self, captured: UnitGraph, sources: Sequence[fx.Node]) -> fx.GraphModule:
         """Returns what computes these values from flat inputs."""

@@ -23,7 +23,7 @@ from rlplace.plan.strategy import COLUMNS
 from rlplace.runtime.torch_adapter import all_to_all
 
 
-class Found(NamedTuple):
+class FoundRows(NamedTuple):
     """The rows of a lookup."""
 
     ids: torch.Tensor  # int64 [N]
@@ -32,8 +32,8 @@ class Found(NamedTuple):
     padding: int | None  # the row of the padding
 
 
-class Layout(NamedTuple):
-    """Layout of a table over the processes of a mesh."""
+class TableLayout(NamedTuple):
+    """TableLayout of a table over the processes of a mesh."""
 
     word: str
     rows: int  # of the whole
@@ -58,13 +58,13 @@ class DividedTable:
         ahead: What was looked up before the forward, in the order of its calls; those are repeated where it is recomputed.
     """
 
-    def __init__(self, path: str, module: Any, layout: Layout, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, path: str, module: Any, layout: TableLayout, mesh: DeviceMesh, device: torch.device) -> None:
         self.path, self.module, self.layout, self.mesh, self.device = path, module, layout, mesh, device
         self.begin()
 
     def begin(self) -> None:
         """Forgets what was looked up before."""
-        self.ahead, self._calls = list[Found](), 0
+        self.ahead, self._calls = list[FoundRows](), 0
 
     def __call__(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.ahead:
@@ -83,7 +83,7 @@ class DividedTable:
     def _bags(
         self,
         at: torch.Tensor,
-        found: Found,
+        found: FoundRows,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -92,11 +92,11 @@ class DividedTable:
         return functional.embedding_bag(at, found.rows, offsets, **how)
 
     @cached_property
-    def _alone(self) -> Exchange:
-        return Exchange([self])
+    def _alone(self) -> RowExchange:
+        return RowExchange([self])
 
 
-class Exchange:
+class RowExchange:
     """An exchange of the rows of lookups, of one mesh and dtype.
 
     Args:
@@ -113,7 +113,7 @@ class Exchange:
         self._base = torch.tensor(self._firsts, device=tables[0].device)
         self._last = self._base[:-1] + torch.tensor([one.module.padding_idx or 0 for one in tables], device=tables[0].device)
 
-    def fetch(self, ids: Sequence[torch.Tensor]) -> list[Found]:
+    def fetch(self, ids: Sequence[torch.Tensor]) -> list[FoundRows]:
         """Returns the rows of ids, int [N] each; every process of the mesh calls it with lookups of the same tables.
 
         Raises:
@@ -140,7 +140,7 @@ class Exchange:
         if (number := next((n for n, times in enumerate(bad) if times), None)) is not None:
             raise InputError(f"native: an id is no row of the table {tables[number].path}, which has {int(self._rows[number])}")
         flat = self._rows_of(wanted, holder, edge[self._narrow], out, back)
-        pieces, found, ats = flat.split([*self._items(out)]), list[Found](), at.split(lengths)
+        pieces, found, ats = flat.split([*self._items(out)]), list[FoundRows](), at.split(lengths)
         for n, (one, own) in enumerate(zip(tables, each, strict=True)):
             parts = [
                 piece.view(rows, width)
@@ -148,7 +148,7 @@ class Exchange:
             ]
             padding = None if paddings[n] is None else last_at[n] - edge[n]
             whole = torch.cat(parts, int(one.layout.word == COLUMNS))
-            found.append(Found(own, whole, ats[n][: len(own)] - edge[n], padding))
+            found.append(FoundRows(own, whole, ats[n][: len(own)] - edge[n], padding))
         return found
 
     def _rows_of(

@@ -25,7 +25,7 @@ from rlplace.runtime.base.model import Batching
 from rlplace.runtime.base.steps import Loss
 from rlplace.runtime.state.values import Values, deferred_values, move, saved_values
 from rlplace.runtime.state.whole import ParameterHooks
-from rlplace.runtime.strategy.ahead import Ahead
+from rlplace.runtime.strategy.ahead import LookupsAhead
 from rlplace.runtime.strategy.attention import Part, attends
 from rlplace.runtime.strategy.blocks import observe, tied_names, units
 from rlplace.runtime.strategy.buffers import Accumulation, StepBuffers
@@ -135,7 +135,7 @@ def prepare(
     how["outside"] = () if seen is None else seen.outside
     root = wrap_stage(model, found, stage, place, values, pipelined=False, **how)
     if place.tables is not None:
-        Ahead(model, meta, {path: vars(model.get_submodule(path))["forward"] for path in stage.tables}, example_inputs)
+        LookupsAhead(model, meta, {path: vars(model.get_submodule(path))["forward"] for path in stage.tables}, example_inputs)
     reached = reduce_unlike(root, place, in_order=facts.branches) if unlike else None
     buffers = StepBuffers([model], by_replica=strategy.buffers == "replica")
     runner = Accumulation(root, place.device, every_pass=stage.sharding > 1, buffers=buffers, in_order=facts.branches)

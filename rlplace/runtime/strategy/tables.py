@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from rlplace.model.capture.fake import replaced_forward
 from rlplace.plan.strategy import COLUMNS, TABLE
 from rlplace.runtime.state.values import Stored, Values, read_stored
-from rlplace.runtime.strategy.lookups import DividedTable, Layout
+from rlplace.runtime.strategy.lookups import DividedTable, TableLayout
 
 WEIGHT = "weight"
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -77,7 +77,7 @@ def divide_tables(
             module.register_parameter(WEIGHT, _part(whole, axis, sizes, mesh, source, device))
         first, held = (0, len(whole)) if axis else (sizes.index(max(sizes)), max(sizes))
         widths = tuple(sizes) if axis else (whole.shape[1],) * mesh.size()
-        layout = Layout(word, len(whole), first, held, widths, whole.requires_grad, dtype or whole.dtype)
+        layout = TableLayout(word, len(whole), first, held, widths, whole.requires_grad, dtype or whole.dtype)
         vars(module)["forward"] = DividedTable(path, module, layout, mesh, device)
 
 

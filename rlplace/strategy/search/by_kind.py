@@ -116,10 +116,10 @@ def _parts(problem: SearchProblem, devices: list[int], degree: int, size: int) -
         if not levels:
             continue
         shard = degree if levels[0] else 1
-        mesh = Mesh(
-            tuple(devices[:width]), degree // shard, shard, tensor=tensor, sharding=int(shard > 1), sequence_parallel=tensor > 1
-        )
-        if costs.why_not(mesh.cut(size)) is not None:
+        plain = Mesh(tuple(devices[:width]), degree // shard, shard, tensor=tensor, sharding=int(shard > 1))
+        split = dataclasses.replace(plain, sequence_parallel=tensor > 1)
+        mesh = next((one for one in (split, plain) if costs.why_not(one.cut(size)) is None), None)
+        if mesh is None:
             continue
         x = problem.scores.packer.all_blocks(mesh, size, 2, 2, ((0, 0), (FULL, 0)))
         kept = x.kept_bytes.sum(axis=1)

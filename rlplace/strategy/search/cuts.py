@@ -53,8 +53,7 @@ class Balance:
 
     def __init__(self, costs: BlockCosts, cluster: Cluster) -> None:
         self._costs = costs
-        self._kind = kind_numbers(costs, cluster)
-        self._bit = np.left_shift(1, np.array(self._kind, dtype=np.int64))
+        self._bit = np.left_shift(1, np.array(kind_numbers(costs, cluster), dtype=np.int64))
         self._kinds: dict[tuple[tuple[int, ...], int], tuple[Kinds, ...]] = {}
         self._seconds: dict[tuple[Kinds, Cut], Floats] = {}
         self._stages: dict[tuple[tuple[Kinds, ...], Cut | tuple[Cut, ...], tuple[int, ...]], Stages] = {}

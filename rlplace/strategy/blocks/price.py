@@ -45,7 +45,7 @@ from rlplace.strategy.blocks.op_costs import (
     statistics_sums,
     ties_of,
 )
-from rlplace.strategy.blocks.rows import Rows, every_op, graph_of_rows, rows_of_blocks
+from rlplace.strategy.blocks.rows import PricedRows, every_op, graph_of_rows, rows_of_blocks
 from rlplace.strategy.blocks.tables import find_tables
 from rlplace.strategy.costs import COLLECTIVE_KINDS, FULL, RECOMPUTE, BlockPassCosts, Cut, Floats, HeldCosts
 from rlplace.strategy.layouts.tensor_layout import (
@@ -83,7 +83,7 @@ class _Sized:
 
     whole: tuple[OpGraph, Calls]
     halves: tuple[OpGraph, Calls]
-    rows: tuple[Rows, Rows]
+    rows: tuple[PricedRows, PricedRows]
     first: NDArray[np.int64]
     tensor_bytes: NDArray[np.int64]
     temporary_bytes: NDArray[np.int64]
@@ -383,7 +383,7 @@ class PricedBlocks:
         values = affine(getattr(small, name), getattr(large, name), small.samples, large.samples, samples)
         return np.maximum(values, 0)
 
-    def _rows(self, halves: bool, cut: Cut, first: NDArray[np.int64]) -> Rows:
+    def _rows(self, halves: bool, cut: Cut, first: NDArray[np.int64]) -> PricedRows:
         """Returns which ops are priced: those of blocks that represent others, where no price depends on other blocks."""
         origin = self._ops(halves)[1]
         if self._host == "compiled" or isinstance(self._table, ModelledCosts) or cut.tables > 1:

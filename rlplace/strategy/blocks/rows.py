@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rlplace.model.graph.opgraph import OpGraph
 
 
-class Rows(NamedTuple):
+class PricedRows(NamedTuple):
     """The ops that are priced, R of N.
 
     Attributes:
@@ -23,12 +23,12 @@ class Rows(NamedTuple):
     row: NDArray[np.int64]
 
 
-def every_op(count: int) -> Rows:
+def every_op(count: int) -> PricedRows:
     """Returns all of so many ops."""
-    return Rows(np.arange(count), np.arange(count))
+    return PricedRows(np.arange(count), np.arange(count))
 
 
-def rows_of_blocks(of_op: NDArray[Any], first: NDArray[np.int64]) -> Rows:
+def rows_of_blocks(of_op: NDArray[Any], first: NDArray[np.int64]) -> PricedRows:
     """Returns the ops of one block of each kind.
 
     Args:
@@ -41,7 +41,7 @@ def rows_of_blocks(of_op: NDArray[Any], first: NDArray[np.int64]) -> Rows:
     position[order] = np.arange(len(of_op)) - start[of_op[order]]
     priced = order[start[first[of_op]] + position]
     ops, row = np.unique(priced, return_inverse=True)
-    return Rows(ops, row.reshape(-1))
+    return PricedRows(ops, row.reshape(-1))
 
 
 def graph_of_rows(graph: OpGraph, ops: NDArray[np.int64]) -> OpGraph:

@@ -17,12 +17,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rlplace.errors import InputError
-from rlplace.plan.actions import check_schedule
 from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B, ZBV, ZERO_BUBBLE
 from rlplace.strategy.costs import FULL, RECOMPUTE
 from rlplace.strategy.drafts import Draft, Mesh, plain_draft
-from rlplace.strategy.search.shapes import MOST_KINDS, USUAL_COUNT, divisors, equal_shares, stage_order
+from rlplace.strategy.search.chains import runs
+from rlplace.strategy.search.shapes import MOST_KINDS, USUAL_COUNT, devices_by_kind, divisors, equal_shares, stage_order
 from rlplace.strategy.search.tries import SearchProblem
 
 KEPT = 24
@@ -77,17 +76,13 @@ def starts_by_kind(problem: SearchProblem, seconds: float = math.inf) -> Iterato
     Numbers of micro-batches near `USUAL_COUNT` are priced first, and none of the others after so many seconds from then on.
     """
     ends_s = math.inf
-    cluster, space = problem.cluster, problem.space
-    usable = range(cluster.num_devices) if problem.devices is None else problem.devices
-    kinds: dict[str, list[int]] = {}
-    for device in usable:
-        kinds.setdefault(cluster.kinds[device].name, []).append(device)
+    space, kinds = problem.space, devices_by_kind(problem)
     if not 1 < len(kinds) <= MOST_KINDS:
         return
     spreads = [
         (degree, size, count)
         for degree in divisors(problem.batch)
-        if degree <= len(usable)
+        if degree <= sum(map(len, kinds.values()))
         for (size,), (count,) in equal_shares(problem.batch, degree, space)[:SIZES]
     ]
     found: list[_Shape] = []
@@ -104,7 +99,7 @@ def starts_by_kind(problem: SearchProblem, seconds: float = math.inf) -> Iterato
         yield from _drafts(problem, shape, kinds)
 
 
-def _parts(problem: SearchProblem, devices: list[int], degree: int, size: int) -> Iterator[_Part]:
+def _parts(problem: SearchProblem, devices: tuple[int, ...], degree: int, size: int) -> Iterator[_Part]:
     """Yields places of so many replicas on the devices of a kind, by tensor degree, inside a host."""
     space, costs = problem.space, problem.costs
     inside = min(Counter(problem.cluster.hosts[device] for device in devices).values())
@@ -116,7 +111,7 @@ def _parts(problem: SearchProblem, devices: list[int], degree: int, size: int) -
         if not levels:
             continue
         shard = degree if levels[0] else 1
-        plain = Mesh(tuple(devices[:width]), degree // shard, shard, tensor=tensor, sharding=int(shard > 1))
+        plain = Mesh(devices[:width], degree // shard, shard, tensor=tensor, sharding=int(shard > 1))
         split = dataclasses.replace(plain, sequence_parallel=tensor > 1)
         mesh = next((one for one in (split, plain) if costs.why_not(one.cut(size)) is None), None)
         if mesh is None:
@@ -160,20 +155,12 @@ def _shapes(problem: SearchProblem, parts: tuple[_Part, ...], count: int, size: 
     exchange_s = max(part.exchange_s * pace_s / seconds for part, seconds in zip(parts, pass_s, strict=True))
     for schedule, chunks, unfilled in WAYS:
         fits = problem.space.allows("schedule", schedule) and problem.space.allows("virtual", chunks)
-        if fits and places * chunks <= len(problem.costs.names) and _runs(schedule, places, chunks, count):
+        if fits and places * chunks <= len(problem.costs.names) and runs(schedule, places, chunks, count):
             step_s = (count + unfilled * (places - 1)) * pace_s + exchange_s
             yield _Shape(step_s * (1.0 + max(0.0, missing)), count, size, parts, (schedule, chunks))
 
 
-def _runs(schedule: str, places: int, chunks: int, count: int) -> bool:
-    try:
-        check_schedule(schedule, places, chunks, count)
-    except InputError:
-        return False
-    return True
-
-
-def _drafts(problem: SearchProblem, shape: _Shape, kinds: dict[str, list[int]]) -> Iterator[Draft]:
+def _drafts(problem: SearchProblem, shape: _Shape, kinds: dict[str, tuple[int, ...]]) -> Iterator[Draft]:
     """Yields the drafts of a shape: kinds there and back, with balanced stages."""
     balance, (schedule, chunks) = problem.balance, shape.way
     for parts in (shape.parts, shape.parts[::-1])[: len(shape.parts)]:
@@ -181,7 +168,7 @@ def _drafts(problem: SearchProblem, shape: _Shape, kinds: dict[str, list[int]]) 
         for part in parts:
             devices, width = kinds[problem.cluster.kinds[part.mesh.devices[0]].name], len(part.mesh.devices)
             starts = range(0, part.places * width, width)
-            places += [dataclasses.replace(part.mesh, devices=tuple(devices[start : start + width])) for start in starts]
+            places += [dataclasses.replace(part.mesh, devices=devices[start : start + width]) for start in starts]
         order = stage_order(len(places), schedule, chunks)
         bounds = balance.stages_on(places, order, shape.size).bounds
         yield plain_draft(

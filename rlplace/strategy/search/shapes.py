@@ -131,6 +131,14 @@ class Shape:
         return stage_order(self.places, self.schedule, self.chunks)
 
 
+def devices_by_kind(problem: SearchProblem) -> dict[str, tuple[int, ...]]:
+    """Returns the devices that may be used, by the name of their kind."""
+    found: dict[str, list[int]] = {}
+    for device in range(problem.cluster.num_devices) if problem.devices is None else problem.devices:
+        found.setdefault(problem.cluster.kinds[device].name, []).append(device)
+    return {name: tuple(own) for name, own in found.items()}
+
+
 def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
     """Returns sets of devices: every set of kinds, of one kind the first 1, 2, 4, ... and whole hosts; largest first."""
     kinds = list(dict.fromkeys(kind.name for kind in cluster.kinds))

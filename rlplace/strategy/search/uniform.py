@@ -8,27 +8,23 @@ asks for. Those that may fit come first, the lowest estimate before others; a bo
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.errors import InputError
-from rlplace.plan.actions import check_schedule
-from rlplace.plan.schedule import SCHEDULES
 from rlplace.plan.strategy import CONTEXT_METHODS
 from rlplace.strategy.costs import RECOMPUTE, Cut, Floats
 from rlplace.strategy.drafts import KINDS, Draft, Mesh, kind_named, plain_draft
+from rlplace.strategy.search.chains import Chains, all_in_flight, chains_on, runs
 from rlplace.strategy.search.cuts import Balance
-from rlplace.strategy.search.fit import fitted, in_flight
-from rlplace.strategy.search.shapes import Shape, chains, device_sets, divisions, equal_shares, stage_order, unlike_shares
+from rlplace.strategy.search.fit import fitted
+from rlplace.strategy.search.shapes import Shape, device_sets, divisions, equal_shares, unlike_shares
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import SearchProblem, Tried, Tries
 
@@ -72,26 +68,6 @@ class Option(NamedTuple):
     def draft(self, balance: Balance) -> Draft:
         """Returns it with places and balanced stages, without recomputation."""
         return _draft(self.shape, self.sizes, self.counts, balance)
-
-
-class _Chains(NamedTuple):
-    """The O ways to run a chain on so many places, of at most S stages on P places, and their G orders of stages.
-
-    Attributes:
-        names: Stages a place, and schedule, of each.
-        orders: The place of every stage.
-        order: int64 [O], the number of the order of each.
-        splits: int64 [O], 1 where the backward is split.
-        alone: bool [O], whether every place has one stage.
-        holds: float64 [O, S, P], 1 where a stage is on a place.
-    """
-
-    names: tuple[tuple[int, str | None], ...]
-    orders: tuple[tuple[int, ...], ...]
-    order: NDArray[np.int64]
-    splits: NDArray[np.int64]
-    alone: NDArray[np.bool_]
-    holds: Floats
 
 
 class _Spread(NamedTuple):
@@ -162,7 +138,7 @@ class UniformOptions:
     def of(self, division: Division) -> Iterator[Option]:
         """Yields options for each way to spread the batch over replicas and micro-batches, and to run the chain."""
         devices, places, axes = division
-        chain = _chains(self._problem.space, places, len(self._problem.costs.names))
+        chain = chains_on(self._problem.space, places, len(self._problem.costs.names))
         if not chain.names:
             return
         key = (devices, places, axes.data_degree, axes.cut(1), axes.sharding > 1)
@@ -171,16 +147,16 @@ class UniformOptions:
             known += self._unlike(devices, places, axes, chain)
         shapes = [Shape(devices, places, chunks, axes, schedule) for chunks, schedule in chain.names]
         for spread in self._spreads[key]:
-            runs = _runs(chain.names, places, min(spread.counts))
-            if not runs:
+            ways = [way for way, (chunks, name) in enumerate(chain.names) if runs(name, places, chunks, min(spread.counts))]
+            if not ways:
                 continue
             found = spread.bound_s, *self._estimate(devices, places, axes, chain, spread)
             bound_s, expected_s, short = (values.tolist() for values in found)
-            for way in runs:
+            for way in ways:
                 yield Option(shapes[way], spread.sizes, spread.counts, bound_s[way], expected_s[way], short[way])
 
     def _estimate(
-        self, devices: tuple[int, ...], places: int, axes: Mesh, chain: _Chains, spread: _Spread
+        self, devices: tuple[int, ...], places: int, axes: Mesh, chain: Chains, spread: _Spread
     ) -> tuple[Floats, Floats]:
         """Returns `Option.expected_s` and `Option.short_bytes`, float64 [O] each."""
         size, count = max(spread.sizes), max(spread.counts)
@@ -190,7 +166,7 @@ class UniformOptions:
         )
         sums = np.array(rows)[:, :, spread.bounds]
         parts = (sums[..., 1:] - sums[..., :-1])[chain.splits, :, chain.order]  # [O, 6, S]
-        parts[:, 1:3] *= _in_flight(chain.names, places, count)[:, None]
+        parts[:, 1:3] *= all_in_flight(chain.names, places, count)[:, None]
         held, kept, spare, again_s, inside_s, exchanged_s = np.moveaxis(parts @ chain.holds, 1, 0)  # [O, P] each
         room = self._room(devices, places)[len(spread.sizes) > 1]
         short = held + kept + np.array(working)[chain.splits, None] - room
@@ -238,7 +214,7 @@ class UniformOptions:
             self._rooms[key] = rooms.min(axis=1), rooms.max(axis=1)
         return self._rooms[key]
 
-    def _equal(self, devices: tuple[int, ...], places: int, axes: Mesh, chain: _Chains) -> Iterator[_Spread]:
+    def _equal(self, devices: tuple[int, ...], places: int, axes: Mesh, chain: Chains) -> Iterator[_Spread]:
         """Yields spreads with all replicas alike, up to the first whose passes no device has room for."""
         problem, balance = self._problem, self._balance
         kinds, too_large = balance.kinds(devices, places), False
@@ -259,7 +235,7 @@ class UniformOptions:
             paced_s = np.where(chain.alone & (chain.splits == 0), paced_s, counts[0] * total_s / places)
             yield _Spread(sizes, counts, _padded([one.bounds for one in stages]), np.maximum(first_s, paced_s))
 
-    def _unlike(self, devices: tuple[int, ...], places: int, axes: Mesh, chain: _Chains) -> Iterator[_Spread]:
+    def _unlike(self, devices: tuple[int, ...], places: int, axes: Mesh, chain: Chains) -> Iterator[_Spread]:
         """Yields spreads for unlike devices, and for few replicas among which the batch does not divide."""
         problem, balance = self._problem, self._balance
         degree = axes.data_degree
@@ -268,14 +244,13 @@ class UniformOptions:
         size = max(1, problem.batch // degree)
         if degree == 1 or axes.context > 1 or not (unlike or uneven) or not balance.can_cut(axes.cut(size)):
             return
-        shapes = [
-            Shape(devices, places, chunks, axes, schedule)
-            for chunks, schedule in (chain.names[chain.order.tolist().index(number)] for number in range(len(chain.orders)))
-        ]
-        pace_s = balance.replicas_s(_draft(shapes[0], (size,), (1,), balance))
+        chunks, schedule = chain.names[0]
+        plain = _draft(Shape(devices, places, chunks, axes, schedule), (size,), (1,), balance)
+        kinds, pace_s = balance.kinds(devices, places), balance.replicas_s(plain)
         for sizes, counts in unlike_shares(problem.batch, pace_s, problem.space, axes.sharding > 1):
             if all(balance.can_cut(axes.cut(size)) for size in set(sizes)):
-                bounds = _padded([_draft(shape, sizes, counts, balance).bounds for shape in shapes])
+                cut = axes.cut(min(sizes))
+                bounds = _padded([balance.stages(kinds, cut, order).bounds for order in chain.orders])
                 taken_s = (self._least_s(devices, axes, sizes) * np.array(counts)).max() / places
                 yield _Spread(sizes, counts, bounds, np.full(len(chain.names), taken_s))
 
@@ -284,41 +259,6 @@ class UniformOptions:
         kinds = frozenset().union(*self._balance.kinds(devices, 1))
         least = {size: [self._balance.pass_s(frozenset({kind}), axes.cut(size)) for kind in kinds] for size in set(sizes)}
         return np.array([np.min(least[size], axis=0).sum() for size in sizes])
-
-
-@lru_cache(maxsize=256)
-def _chains(space: Space, places: int, blocks: int) -> _Chains:
-    """Returns the ways to run a chain of so many blocks on so many places."""
-    names = tuple(chains(space, places, blocks))
-    each = [stage_order(places, schedule, chunks) for chunks, schedule in names]
-    orders = tuple(dict.fromkeys(each))
-    holds = np.zeros((len(names), max(map(len, orders), default=0), places))
-    for own, order in zip(holds, each, strict=True):
-        own[np.arange(len(order)), order] = 1.0
-    return _Chains(
-        names, orders, np.array([orders.index(order) for order in each], dtype=np.int64),
-        np.array([schedule is not None and SCHEDULES[schedule].splits_backward for _, schedule in names], dtype=np.int64),
-        np.array([len(order) == places for order in each], dtype=np.bool_), holds,
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=1024)
-def _runs(names: tuple[tuple[int, str | None], ...], places: int, count: int) -> tuple[int, ...]:
-    """Returns the numbers of the ways that can run so many micro-batches."""
-    found = []
-    for number, (chunks, schedule) in enumerate(names):
-        with contextlib.suppress(InputError):
-            if schedule is not None:
-                check_schedule(schedule, places, chunks, count)
-            found.append(number)
-    return tuple(found)
-
-
-@lru_cache(maxsize=1024)
-def _in_flight(names: tuple[tuple[int, str | None], ...], places: int, count: int) -> Floats:
-    """Returns float64 [O, S], about how many of so many micro-batches every stage holds at once."""
-    rows = [in_flight(schedule, places * chunks, places, count) for chunks, schedule in names]
-    return np.array([row + [0] * (max(map(len, rows)) - len(row)) for row in rows], dtype=np.float64)
 
 
 def _padded(bounds: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:

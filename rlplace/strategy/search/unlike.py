@@ -16,7 +16,7 @@ import numpy as np
 
 from rlplace.strategy.costs import Cut
 from rlplace.strategy.drafts import Draft, Mesh, joined, kind_of, plain_draft
-from rlplace.strategy.search.shapes import MOST_KINDS, proportional
+from rlplace.strategy.search.shapes import MOST_KINDS, devices_by_kind, proportional
 from rlplace.strategy.search.tries import OutOfBudgetError, SearchProblem, Tried, Tries
 
 KEPT = 3
@@ -43,8 +43,7 @@ def try_unlike(tries: Tries, search: Callable[[Tries], None]) -> None:
         OutOfBudgetError: The budget ended before.
     """
     problem = tries.problem
-    kinds = [kind.name for kind in problem.cluster.kinds]
-    groups = [tuple(d for d, kind in enumerate(kinds) if kind == name) for name in dict.fromkeys(kinds)]
+    groups = list(devices_by_kind(problem).values())
     if not 1 < len(groups) <= min(MOST_KINDS, problem.batch):
         return
     alone = joined(plain_draft((0, len(problem.costs.names)), [Mesh(devices[:1])]) for devices in groups)

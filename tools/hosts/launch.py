@@ -69,7 +69,7 @@ class Job:
             self._first_failed = process
 
     def check(self) -> None:
-        """Raises when a process has failed, naming the first one and the last line that it wrote; ends the others.
+        """Raises when a process has failed, naming the first one and the last line of its errors; ends the others.
 
         Raises:
             RlplaceError: A process ended with a code other than 0.
@@ -134,8 +134,8 @@ class Job:
 
     def _failure(self, process: Process) -> str:
         code = process.keeper.returncode
-        last = next((line for line in reversed(self.tail(process.rank)) if line.strip()), "")
-        said = f": {last.strip()[:200]}" if last else ""
+        last = self._pump.last_words(process.rank)
+        said = f": {last[:200]}" if last else ""
         how = f"ended with code {code}"
         if code == 128 + signal.SIGKILL or code == -signal.SIGKILL:
             how = "was killed (out of memory, or from outside)"

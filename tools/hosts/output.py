@@ -26,7 +26,7 @@ class Pump:
     def __init__(self, sink: Sink | None, processes_per_host: int) -> None:
         self.error: Exception | None = None
         self._sink, self._many = sink or self._print, processes_per_host > 1
-        self._tails: dict[int, collections.deque[str]] = {}
+        self._tails: dict[int, collections.deque[tuple[int, str]]] = {}
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
@@ -40,7 +40,15 @@ class Pump:
 
     def tail(self, rank: int) -> list[str]:
         """Lists the last lines of a rank."""
-        return list(self._tails[rank])
+        return [line for _, line in self._tails[rank]]
+
+    def last_words(self, rank: int) -> str:
+        """Returns the last line of a rank's standard error, or of its standard output if it wrote no error; "" for none.
+
+        Two threads read the streams, so which line came last of all is not known.
+        """
+        said = [(number, line.strip()) for number, line in self._tails[rank] if line.strip()]
+        return max(enumerate(said), key=lambda entry: (entry[1][0], entry[0]))[1][1] if said else ""
 
     def finish(self) -> None:
         """Waits for the last lines; the processes have ended."""
@@ -53,7 +61,7 @@ class Pump:
             for line in stream:
                 text = line.decode("utf-8", "replace").rstrip("\r\n")
                 with self._lock:
-                    self._tails[rank].append(text)
+                    self._tails[rank].append((number, text))
                     if self.error is None:
                         try:
                             self._sink(rank, host, number, text)

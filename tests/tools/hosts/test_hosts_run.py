@@ -96,7 +96,8 @@ def test_what_a_command_sees():
 
 def test_a_failing_rank_ends_the_others_and_is_named(tmp_path):
     script = DAEMON + "while len(os.listdir(folder)) < 6: time.sleep(0.005)\n"
-    script += "if rank == '1':\n    print('no memory left', file=sys.stderr); sys.exit(7)\ntime.sleep(600)\n"
+    script += "if rank == '1':\n    print('no memory left', file=sys.stderr); print('goodbye', flush=True); sys.exit(7)\n"
+    script += "time.sleep(600)\n"
     with emulated_hosts(HostsSpec(3)) as hosts:
         with launch(hosts, [*PYTHON, "-c", script, str(tmp_path)], sink=collect([])) as job:
             assert job.wait(30) == (143, 7, 143)

@@ -33,7 +33,7 @@ class FoundRows(NamedTuple):
 
 
 class TableLayout(NamedTuple):
-    """TableLayout of a table over the processes of a mesh."""
+    """The parts of a table that the processes of a mesh hold."""
 
     word: str
     rows: int  # of the whole

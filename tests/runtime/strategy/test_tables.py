@@ -1,8 +1,11 @@
 """Embedding tables that replicas divide, by rows, by columns and whole, compared with the plain model."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.state.training_state import load_checkpoint, save_checkpoint
@@ -78,6 +81,19 @@ def plain(sparse=False):
     return Recommender(sparse).double()
 
 
+class Exchanged(TorchDispatchMode):
+    """Counts all-to-alls by what travels: integers (numbers of ids, ids) or rows (and their gradients)."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "_c10d_functional" and "all_to_all" in func.__name__:
+            self.count[args[0].dtype] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def advance(model, *optimizers, clip=0.2):
     for optimizer in optimizers:
         optimizer.zero_grad()
@@ -122,7 +138,9 @@ def trained(folder):
         if before is not None:
             load_checkpoint(before, model, optimizer)
         before = save_checkpoint(f"{folder}/{case}", model, optimizer, step=1)
-        found[case] = first, advance(model, optimizer)
+        with Exchanged() as exchanged:
+            found[case] = first, advance(model, optimizer)
+        assert exchanged.count == dict.fromkeys((torch.int64, torch.float64), 2 * axes[3]), case  # of all tables at once
     for way in WAYS:
         words = {"mixed": ("columns", "rows", "table 1", "rows")}.get(way)
         model = made((*CASES["level 1"][:2], way if words is None else "rows", 2), sparse=True)

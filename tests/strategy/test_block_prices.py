@@ -349,6 +349,14 @@ def test_what_has_no_price(priced):
     assert "does not say how its ops can be cut" in loaded.why_not(Cut(4, tensor=2))
 
 
+def test_captures_of_unlike_ops_are_refused():
+    """A capture of one sample may have fewer ops than others, which do not follow from it."""
+    first = captured("llama")
+    ops = len(first.op_names)
+    with pytest.raises(InputError, match=rf"have {ops} and \d+ ops; capture the same model .* of two and more"):
+        PricedBlocks(first, CLUSTER, captured("llama", 1))
+
+
 def test_statistics_of_all_replicas_are_summed_in_every_pass():
     loaded = load_model(SPECS["resnet"], batch=4, seq=64)
     channels = [module.num_features for module in loaded.module.modules() if isinstance(module, nn.BatchNorm2d)]

@@ -136,10 +136,12 @@ def _scaled_dims(small: OpGraph, large: OpGraph, samples: int) -> dict[int, dict
     return {op: {name: next(scaled) for name in dims} for op, dims in small.op_dims.items()}
 
 
-@memoized
-def _check_structure(small: OpGraph, large: OpGraph) -> None:
-    """Refuses two graphs that are not one model's."""
-    sizes = f"{small.samples} and {large.samples} samples"
+def check_counts(small: OpGraph, large: OpGraph) -> str:
+    """Refuses two graphs with unlike numbers of ops, tensors or parameters; returns what to do about others that differ.
+
+    Raises:
+        InputError: They differ.
+    """
     hint = "capture the same model with the same options, at batch sizes of two and more"
     for what, a, b in (
         ("ops", small.num_ops, large.num_ops),
@@ -147,7 +149,18 @@ def _check_structure(small: OpGraph, large: OpGraph) -> None:
         ("parameters", len(small.parameters), len(large.parameters)),
     ):
         if a != b:
-            raise InputError(f"rescale: the graphs at {sizes} have {a} and {b} {what}; {hint}")
+            raise InputError(f"rescale: the graphs at {_sizes(small, large)} have {a} and {b} {what}; {hint}")
+    return hint
+
+
+def _sizes(small: OpGraph, large: OpGraph) -> str:
+    return f"{small.samples} and {large.samples} samples"
+
+
+@memoized
+def _check_structure(small: OpGraph, large: OpGraph) -> None:
+    """Refuses two graphs that are not one model's."""
+    sizes, hint = _sizes(small, large), check_counts(small, large)
     for name in (*_EQUAL, "op_target"):
         a_ops, b_ops = (np.asarray(getattr(graph, name)) for graph in (small, large))
         differ = np.flatnonzero((a_ops != b_ops) & ((small.op_phase == FORWARD) | (name != "op_target")))

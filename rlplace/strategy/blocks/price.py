@@ -26,7 +26,7 @@ from rlplace.cost.table import CostTable, KindCosts
 from rlplace.errors import InputError
 from rlplace.model.capture.weight_gradients import part_times, split_weight_gradients
 from rlplace.model.graph.opgraph import BACKWARD_WEIGHT, FORWARD, UPDATE, OpGraph, with_causal_attention
-from rlplace.model.graph.rescale import affine, rescale
+from rlplace.model.graph.rescale import affine, check_counts, rescale
 from rlplace.plan.strategy import RING
 from rlplace.records import trusted
 from rlplace.strategy.blocks.blocks import find_blocks
@@ -132,10 +132,15 @@ class PricedBlocks:
             host: See `costs`.
             statistics: See `rlplace.plan.strategy.Strategy`; so is `release_gradients`.
             release_gradients: See `statistics`.
+
+        Raises:
+            InputError: `other` has another number of ops, as the capture of one sample may have.
         """
         check_host(host)
         graph = with_causal_attention(graph)
         other = None if other is None else with_causal_attention(other)
+        if other is not None:
+            check_counts(graph, other)
         self.graph, self._host, self._only = graph, host, only
         self._table = as_costs(costs)
         self._kinds = {kind.name: kind for kind in as_cluster(cluster).kinds}

@@ -49,6 +49,9 @@ GPIPE, ONE_F_ONE_B = "gpipe", "1f1b"
 LOOPED_BFS, ZERO_BUBBLE, ZBV = "looped_bfs", "interleaved_zero_bubble", "zbv"
 """GPipe's with several stages a device, and the split backward for any number of stages and for two a device."""
 
+PLAINEST = {ONE: GPIPE, LOOP: LOOPED_BFS, V: ZBV}
+"""By layout a schedule that runs any number of micro-batches."""
+
 _ALL = (
     Schedule(GPIPE, "ScheduleGPipe", holds=ALL),
     Schedule(ONE_F_ONE_B, "Schedule1F1B", holds=DEPTH),

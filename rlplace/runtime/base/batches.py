@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -219,32 +219,39 @@ def share_of(
     Raises:
         InputError: There are fewer samples than replicas, or stages of unlike degrees cannot split them.
     """
-    pipeline, degrees = strategy.pipelines[number], [one.data_degree for one in strategy.pipelines]
-    degree, whole = degrees[number], strategy.batch if samples is None else samples
-    ends = [0, *accumulate(one.samples for one in strategy.pipelines)]
-    if whole == strategy.batch:
-        sizes = pipeline.microbatch * (degree // len(pipeline.microbatch))
-        counts = pipeline.microbatches * (degree // len(pipeline.microbatches))
-        passes = [(size,) * count for size, count in zip(sizes, counts, strict=True)]
-    else:
-        if (more := whole - sum(degrees)) < 0:
-            raise InputError(
-                f"native: {whole} samples for {sum(degrees)} replicas are too few; drop the batch (drop_last=True), or pad it"
-            )
-        ends = [least + end * more // strategy.batch for least, end in zip(accumulate([0, *degrees]), ends, strict=True)]
-        own = even_sizes(ends[number + 1] - ends[number], degree)
-        most, one_size = min(max(pipeline.microbatches), own[-1]), len(pipeline.stages) > 1
-        passes = [even_sizes(n, next(m for m in range(most, 0, -1) if n % m == 0 or not one_size)) for n in own]
-    total = sum(map(sum, passes))
-    if len({stage.data_degree for stage in pipeline.stages}) > 1 and len(set(passes)) > 1:
+    whole = strategy.batch if samples is None else samples
+    if (replicas := sum(pipeline.data_degree for pipeline in strategy.pipelines)) > whole:
         raise InputError(
-            f"native: stages of unlike degrees need as many samples in every replica, found {total} over {degree}; drop a "
-            "short last batch (drop_last=True), or pad it"
+            f"native: {whole} samples for {replicas} replicas are too few; drop the batch (drop_last=True), or pad it"
         )
+    each = [*_passes(strategy, whole)]
+    degree, before, passes = strategy.pipelines[number].data_degree, each[:number], each[number]
     joined = degree // (own_degree or degree)
     sizes = tuple(size * joined for size in passes[replica * joined])
-    first = ends[number] + sum(map(sum, passes[: replica * joined]))
+    first = sum(map(sum, chain(*before, passes[: replica * joined])))
     return Share(first, sizes, tuple(size * degree / joined / whole for size in sizes), whole, joined)
+
+
+def _passes(strategy: Strategy, whole: int) -> Iterator[list[tuple[int, ...]]]:
+    """Yields for every pipeline the sizes of the passes of each replica; refuses the same on all processes."""
+    degrees = [pipeline.data_degree for pipeline in strategy.pipelines]
+    ends, more = [0, *accumulate(pipeline.samples for pipeline in strategy.pipelines)], whole - sum(degrees)
+    least = [first + end * more // strategy.batch for first, end in zip(accumulate([0, *degrees]), ends, strict=True)]
+    for pipeline, degree, (first, end) in zip(strategy.pipelines, degrees, pairwise(least), strict=True):
+        if whole == strategy.batch:
+            sizes = pipeline.microbatch * (degree // len(pipeline.microbatch))
+            counts = pipeline.microbatches * (degree // len(pipeline.microbatches))
+            passes = [(size,) * count for size, count in zip(sizes, counts, strict=True)]
+        else:
+            own = even_sizes(end - first, degree)
+            most, one_size = min(max(pipeline.microbatches), own[-1]), len(pipeline.stages) > 1
+            passes = [even_sizes(n, next(m for m in range(most, 0, -1) if n % m == 0 or not one_size)) for n in own]
+        if len({stage.data_degree for stage in pipeline.stages}) > 1 and len(set(passes)) > 1:
+            raise InputError(
+                f"native: stages of unlike degrees need as many samples in every replica, found {sum(map(sum, passes))} over "
+                f"{degree}; drop a short last batch (drop_last=True), or pad it"
+            )
+        yield passes
 
 
 def even_sizes(samples: int, parts: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from rlplace.errors import InputError
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.actions import check_chain
-from rlplace.plan.schedule import GPIPE, LOOPED_BFS, SCHEDULES
+from rlplace.plan.schedule import LOOPED_BFS, PLAINEST, SCHEDULES
 from rlplace.plan.strategy import Pipeline
 from rlplace.runtime.base import activity
 from rlplace.runtime.base.batches import Batch, Pass, autocast_state, cast, counting_alone, signature_of
@@ -353,20 +353,12 @@ class PipelineRun:
         return runs
 
     def _name(self, microbatches: int) -> str:
-        """Returns the strategy's schedule, or for fewer micro-batches than it can run the plainest of its layout.
-
-        Raises:
-            InputError: There is none.
-        """
-        name, places = self._pipeline.schedule or "", [stage.devices for stage in self._pipeline.stages]
-        for possible in (name, GPIPE, LOOPED_BFS):
-            with contextlib.suppress(InputError):
-                if SCHEDULES[possible].layout == SCHEDULES[name].layout:
-                    check_chain(possible, places, microbatches, "")
-                    return possible
-        raise InputError(
-            f"native: {microbatches} micro-batches are too few for {name}; drop a short last batch (drop_last=True), or pad it"
-        )
+        """Returns the strategy's schedule, or for fewer micro-batches than it can run the plainest of its layout."""
+        name = self._pipeline.schedule or ""
+        with contextlib.suppress(InputError):
+            check_chain(name, [stage.devices for stage in self._pipeline.stages], microbatches, "")
+            return name
+        return PLAINEST[SCHEDULES[name].layout]
 
 
 def send_at_once(schedule: Any) -> None:

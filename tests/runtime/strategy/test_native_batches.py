@@ -6,7 +6,7 @@ import torch
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.base.batches import join_leaves, passes_of, repeated, share_of
-from tests.runtime.strategy.native_cases import chain, flat, stage
+from tests.runtime.strategy.native_cases import beside, chain, flat, stage
 
 CPU = torch.device("cpu")
 
@@ -50,6 +50,21 @@ def test_a_narrow_stage_computes_a_pass_of_each_replica_together():
     found = [[one.inputs["x"].tolist() for one in passes_of(rows(8), share, ("x",), (), CPU)] for share in narrow]
     assert found == [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
     assert [share.weights for share in narrow] == [(pytest.approx(0.5),) * 2] * 2
+
+
+def test_a_batch_that_one_pipeline_cannot_split_is_refused_by_all():
+    """Beside the chain, whose four replicas of a pass join in twos, two replicas could run any samples."""
+    stages = [stage(("a",), (0, 1, 2, 3), {"replicate": 4}, 0), stage(("b",), (4, 5), {"replicate": 2}, 0)]
+    uneven = {"batch": 8, "microbatch": [1], "microbatches": [2], "schedule": "1f1b", "stages": stages}
+    even = {"batch": 4, "microbatch": [1], "microbatches": [2], "stages": [stage(("a", "b"), (6, 7), {"shard": 2}, 1)]}
+    both, refused = Strategy.from_dict(beside(uneven, even)), "stages of unlike degrees need as many samples in every replica"
+    degrees = [(number, replica) for number, one in enumerate(both.pipelines) for replica in range(one.data_degree)]
+    for samples in (8, 10, 11):  # of which the chain would take 5, 6 and 7
+        for number, replica in degrees:
+            with pytest.raises(InputError, match=refused):
+                share_of(both, replica, samples, number=number)
+    shares = [share_of(both, replica, 6, number=number) for number, replica in degrees]
+    assert [(share.first, share.samples) for share in shares] == [(n, 1) for n in range(6)]
 
 
 def test_what_is_no_row_is_kept_whole():

@@ -16,7 +16,7 @@ lightning = pytest.importorskip("lightning")
 StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
 LENGTH = 8
-CONTINUED = [("pipeline", "sharded"), ("sharded", "pipeline"), ("plain", "pipeline")]
+CONTINUED = [("pipeline", "sharded"), ("sharded", "pipeline"), ("plain", "unlike"), ("unlike", "pipeline")]
 FRONT = ["transformer.wte", "transformer.wpe", "transformer.h.0"]
 BACK = ["transformer.h.1", "transformer.ln_f", "lm_head"]
 STRATEGIES = {
@@ -27,6 +27,12 @@ STRATEGIES = {
     "sharded": {
         "microbatch": [2], "microbatches": [2],
         "stages": [{"blocks": FRONT + BACK, "devices": [0, 1], "mesh": {"shard": 2}, "sharding": 3}],
+    },
+    "unlike": {
+        "pipelines": [
+            {"microbatch": [size], "microbatches": [2], "stages": [{"blocks": FRONT + BACK, "devices": [device], "mesh": {}}]}
+            for size, device in ((1, 1), (3, 0))
+        ]
     },
 }  # fmt: skip
 

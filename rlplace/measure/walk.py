@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from rlplace.errors import CaptureError, InputError
 from rlplace.model.capture.export import export_training_graph, flatten_inputs
 from rlplace.model.capture.inputs import split_inputs
-from rlplace.model.capture.optimizers import matrices
+from rlplace.model.capture.optimizers import apart
 from rlplace.model.capture.record import LOSS_LABEL
 from rlplace.model.torch_adapter import pytree, sequence_number, sleep_on_gpu
 from rlplace.runtime.base.environment import own_clock, read_clock
@@ -256,7 +256,7 @@ def make_optimizer(
     name: str, parameters: Mapping[str, Tensor], module: nn.Module
 ) -> tuple[torch.optim.Optimizer, dict[str, int]]:
     """Returns the optimizer, with a group for each dtype and shape on a processor, and the group of each update op."""
-    chosen = {id(parameters[known]) for known in matrices(module) if known in parameters}
+    chosen = {id(parameters[known]) for known in apart(module, name) if known in parameters}
     groups: dict[Any, list[str]] = {}
     for parameter, tensor in parameters.items():
         alone = (tensor.dtype, tensor.shape, id(tensor) in chosen) if tensor.device.type == "cpu" else None

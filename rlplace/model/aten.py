@@ -232,9 +232,8 @@ def count_flops(name: str, args: Args, outputs: Sequence[torch.Tensor]) -> float
     rate = PER_ELEMENT.get(kind_of(name), 0.0)
     if not rate:
         return 0.0
-    sizes = [t.numel() for t in outputs]
-    sizes += [a.numel() for a in args if isinstance(a, torch.Tensor)]
-    return rate * max(sizes, default=0)
+    tensors = (*outputs, *(argument for argument in args if isinstance(argument, torch.Tensor)))
+    return rate * max((t.numel() for t in tensors if not t.is_sparse), default=0)
 
 
 def _matrix(where: int) -> Formula:

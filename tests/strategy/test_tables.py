@@ -10,7 +10,7 @@ from rlplace.model.capture.capture import capture
 from rlplace.model.graph.opgraph import BACKWARD, UPDATE, OpGraph
 from rlplace.model.zoo import load_model
 from rlplace.model.zoo.models import KAGGLE
-from rlplace.runtime.strategy.facts import model_facts
+from rlplace.runtime.strategy.facts import conduct_of_graph, model_facts
 from rlplace.runtime.strategy.why_not import judge
 from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.blocks.tables import LEAST_BYTES, EmbeddingTable, deal, loads_of
@@ -24,8 +24,8 @@ from tests.strategy.test_executor_twin import check_twins
 FOUR = "rtx4090:4"
 
 
-def recommender(samples: int, options: str = "most=4000,width=128,hidden=32,layers=2,bag=2") -> OpGraph:
-    loaded = load_model(f"zoo:dlrm,kaggle=true,{options}", batch=samples)
+def recommender(samples: int, options: str = "kaggle=true,most=4000,width=128,hidden=32,layers=2,bag=2") -> OpGraph:
+    loaded = load_model(f"zoo:dlrm,{options}", batch=samples)
     return capture(loaded.module, loaded.example_inputs, optimizer="sgd")
 
 
@@ -74,6 +74,20 @@ def test_by_hand(priced: PricedBlocks) -> None:
     assert one.op_bytes[behind].sum() - four.op_bytes[behind].sum() == pytest.approx(total * 3 / 4, rel=1e-3)
 
 
+def test_sparse_tables_are_all_divided_and_cost_what_is_looked_up() -> None:
+    """Neither passes nor updates of a card grow with the tables."""
+    options = [f"tables=3,rows={rows},width=32,hidden=8,layers=1,sparse=true" for rows in (400, 800)]
+    small, large = (PricedBlocks(recommender(8, own), FOUR, recommender(16, own)) for own in options)
+    cut = Cut(8, tables=4)
+    assert small.tables and sum(map(len, small.modules(cut).values())) == 3
+    assert conduct_of_graph(small.graph, "").sparse == tuple(f"tables.{n}.weight" for n in range(3))
+    for own in ("forward_s", "backward_s"):
+        assert getattr(small.passes(0, cut), own) == pytest.approx(getattr(large.passes(0, cut), own))
+    assert small.update_s(0, tables=4) == pytest.approx(large.update_s(0, tables=4))
+    assert large.held(1, 1, 4).expert_bytes.sum() == 2 * small.held(1, 1, 4).expert_bytes.sum()
+    assert large.held().gradient_bytes.sum() == small.held().gradient_bytes.sum() < 400 * 32 * 4
+
+
 @pytest.mark.parametrize(
     "place", [Mesh((0, 1, 2, 3), replicate=4, tables=4), Mesh((0, 1, 2, 3), replicate=2, shard=2, sharding=3, tables=4)]
 )
@@ -87,8 +101,8 @@ def test_both_executors_agree(priced: PricedBlocks, place: Mesh) -> None:
 
 def test_a_recommender_that_fits_on_no_card_is_divided() -> None:
     """26 tables of 34.6 GB and as many gradients, on four cards of 24 GB; what runs is what is priced."""
-    options = "width=256,bag=1,hidden=64,layers=2"
-    model = load_model(f"zoo:dlrm,kaggle=true,{options}", batch=8).module
+    options = "kaggle=true,width=256,bag=1,hidden=64,layers=2"
+    model = load_model(f"zoo:dlrm,{options}", batch=8).module
     why_not, _ = judge(model_facts(model))
     how = {"other": recommender(16, options), "calls": 150, "why_not": why_not}
     plan = plan_strategy(recommender(8, options), Cluster.preset(FOUR), 4096, space=Space.parse("offload=none"), **how)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlplace.model.aten import base_name, kind_of
 from rlplace.model.capture.optimizers import OptimizerRule
-from rlplace.model.capture.record import BACKWARD_OF, FORWARD_OF, OUTSIDE, UNOWNED, UPDATE_OF, Event
+from rlplace.model.capture.record import BACKWARD_OF, FORWARD_OF, OUTSIDE, UNOWNED, UPDATE_OF, Event, Leaf
 from rlplace.model.graph.opgraph import ACTIVATION, BUFFER, GRADIENT, INPUT, PARAMETER
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Assembly:
     """Intermediate state: events by op, and the ops that touch each storage."""
 
     recording: Recording
-    matrices: frozenset[str]  # see `rlplace.model.capture.optimizers.matrices`
+    apart: frozenset[str]  # see `rlplace.model.capture.optimizers.apart`
     rule: OptimizerRule
 
     def __post_init__(self) -> None:
@@ -103,7 +103,8 @@ class Assembly:
             for made_at in sums:
                 self.owner_of_event[made_at] = (UPDATE_OF, parameter)
         self.gradient_sources[parameter] = owners
-        self.gradient_storages.update(seen)
+        if not self.leaves[parameter].record.sparse:
+            self.gradient_storages.update(seen)
 
     def _copied_into(self, made_at: int, storage: int) -> list[int]:
         """Returns storages that autograd copies into a fresh gradient buffer, right after it has made the buffer."""
@@ -127,11 +128,24 @@ class Assembly:
         for index, leaf in enumerate(self.leaves):
             if leaf.record.trainable:
                 ops.setdefault((UPDATE_OF, index), _Op())
+            if leaf.record.sparse:
+                self._update_rows(index, leaf, ops)
         # Autograd of a view is a view: such backward ops do nothing.
         idle = [k for k, op in ops.items() if k[0] == BACKWARD_OF and all(self.events[i].is_view for i in op.events)]
         for key in idle:
             del ops[key]
         return ops
+
+    def _update_rows(self, index: int, leaf: Leaf, ops: dict[Key, _Op]) -> None:
+        """Counts the update of the rows of a sparse gradient with the op that makes it: both grow with the batch."""
+        assert leaf.gradient_storage is not None
+        record, rule = leaf.record, self.rule.of(leaf.record.name in self.apart)
+        rows = int(self.recording.storages[leaf.gradient_storage].rows)
+        update, maker = ops[UPDATE_OF, index], ops[next(iter(self.gradient_sources[index]), (UPDATE_OF, index))]
+        moved = rule.passes * (rule.weight_traffic * record.size_bytes + 2 * record.optimizer_bytes)
+        (flops, size), (update.flops, update.bytes) = (update.flops, update.bytes), (0.0, 0)
+        maker.flops += flops + rule.update_flops((rows, *record.shape[1:]))
+        maker.bytes += size + int(moved * rows / record.shape[0])
 
     def _collect_touches(self) -> dict[int, list[tuple[Key, bool]]]:
         """Returns per storage, the ops that touch it in execution order, and whether they write it."""

@@ -63,7 +63,7 @@ def _op_row(assembly: Assembly, key: Key, number: dict[Key, int]) -> dict[str, A
     work = {"flops": op.flops, "bytes": op.bytes, "launches": assembly.launches(key), "kind": assembly.kind(key)}
     if phase == UPDATE_OF:
         record = assembly.leaves[owner].record
-        rule = assembly.rule.of(record.name in assembly.matrices)
+        rule, whole = assembly.rule.of(record.name in assembly.apart), not record.sparse
         return work | {
             "name": f"{record.name}/update",
             "target": "optimizer",
@@ -73,8 +73,8 @@ def _op_row(assembly: Assembly, key: Key, number: dict[Key, int]) -> dict[str, A
             "parameter": owner,
             "kind": "gemm" if rule.products else work["kind"],
             "dtype": "bfloat16" if rule.products else record.dtype,
-            "flops": op.flops + rule.update_flops(record.shape),
-            "bytes": op.bytes + int(rule.weight_traffic * record.size_bytes) + 2 * record.optimizer_bytes,
+            "flops": op.flops + whole * rule.update_flops(record.shape),
+            "bytes": op.bytes + whole * (int(rule.weight_traffic * record.size_bytes) + 2 * record.optimizer_bytes),
         }
     label, forward = assembly.recording.labels[owner], phase == FORWARD_OF
     return work | {

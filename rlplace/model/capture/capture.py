@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rlplace.errors import CaptureError, InputError, show, unknown_name
 from rlplace.files import without_collections
 from rlplace.model.capture.inputs import describe_inputs, rows_of, split_inputs
-from rlplace.model.capture.optimizers import OPTIMIZERS, matrices
+from rlplace.model.capture.optimizers import OPTIMIZERS, apart
 from rlplace.model.graph.opgraph import OpGraph
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def _capture_with(
     from rlplace.model.capture.step import record
 
     recording, guesses = record(method, step, equal_known)
-    assembly = Assembly(recording, matrices(step.model), OPTIMIZERS[step.optimizer])
+    assembly = Assembly(recording, apart(step.model, step.optimizer), OPTIMIZERS[step.optimizer])
     described = describe_inputs(*fake_inputs((step.args, step.kwargs), new_fake_mode(), step.dtype))
     sizes: Counter[str] = Counter()
     for parameter in (leaf.record for leaf in recording.leaves if not leaf.record.is_buffer):

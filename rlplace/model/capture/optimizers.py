@@ -41,8 +41,9 @@ class OptimizerRule:
         quantized: Moments take a byte an element, and a float32 scale for every `_BLOCK` of them.
         factored: Of a matrix it keeps one value a row and one a column.
         products: Newton-Schulz steps by which it makes the update of a matrix orthogonal.
-        rest: Name of the optimizer of parameters that are no matrices (`matrices`); None: it updates them itself.
+        rest: Name of the optimizer of the parameters that are none of its own (`apart`); None: all are.
         whole: Why it cannot update parts of parameters; None where it can.
+        sparse: It updates the rows of a sparse gradient.
         rounds: It rounds updates of bfloat16 weights up or down at random, by their distance; others it updates as ever.
     """
 
@@ -59,11 +60,12 @@ class OptimizerRule:
     products: int = 0
     rest: str | None = None
     whole: str | None = None
+    sparse: bool = False
     rounds: bool = False
 
-    def of(self, matrix: bool) -> OptimizerRule:
-        """Returns the rule of a parameter that is a matrix of `matrices`, or is not."""
-        return self if matrix or self.rest is None else OPTIMIZERS[self.rest]
+    def of(self, own: bool) -> OptimizerRule:
+        """Returns the rule of a parameter that is one of `apart`, or is not."""
+        return self if own or self.rest is None else OPTIMIZERS[self.rest]
 
     def why_not(self, dtypes: Iterable[torch.dtype], master_weights: bool = False) -> str | None:
         """Explains why it makes no sense for weights of these dtypes; None where it does."""
@@ -97,10 +99,13 @@ OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
         # torch/optim/adam.py: foreach takes the square roots of all second moments; single holds a root, its quotient and the
         # quotient of the parameter before, which the loop's variable still names. It takes 18 tensors of 7 (lerp 3, mul 2,
         # addcmul 3, sqrt 2, div 2, add 2, addcdiv 4), decay 2 more, and momentum in torch/optim/sgd.py 8 of 5.
-        "sgd": OptimizerRule("torch.optim.SGD", 2.0, 3.0, 0, 0, 0),
+        "sgd": OptimizerRule("torch.optim.SGD", 2.0, 3.0, 0, 0, 0, sparse=True),
         "momentum": OptimizerRule("torch.optim.SGD", 4.0, 3.0, 1, 0, 0, 8 / 5, {"momentum": 0.9}),
         "adam": OptimizerRule("torch.optim.Adam", 12.0, 3.0, 2, 1, 3, 18 / 7),
         "adamw": OptimizerRule("torch.optim.AdamW", 13.0, 3.0, 2, 1, 3, 20 / 7),
+        # torch/optim/_functional.py, of the rows of a gradient: it sums those of equal ids (2 of 7 tensors), reads old moments
+        # (2), multiplies and adds (6), changes the moments (6), roots and divides (4) and changes the weights (4).
+        "sparse-adam": OptimizerRule("torch.optim.SparseAdam", 12.0, 3.0, 2, 0, 0, 24 / 7, rest="adam", sparse=True),
         # torch/optim/_adafactor.py takes 14 tensors of 3: a norm of the parameter, two of the gradient, an estimate that is
         # made, divided, clamped, rooted, multiplied by the gradient and measured, and the update.
         "adafactor": OptimizerRule(
@@ -121,8 +126,11 @@ OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
 )  # fmt: skip
 
 
-def matrices(model: nn.Module) -> frozenset[str]:
-    """Returns names of the parameters that Muon updates: matrices but tables of embeddings and the last module's, the head."""
+def apart(model: nn.Module, optimizer: str) -> frozenset[str]:
+    """Returns names of the parameters that an optimizer with a `rest` updates itself.
+
+    SparseAdam takes tables of embeddings with sparse gradients, Muon matrices but tables and the last module's, the head.
+    """
     from torch.nn import Embedding, EmbeddingBag
 
     held = [
@@ -132,5 +140,8 @@ def matrices(model: nn.Module) -> frozenset[str]:
     ]
     flat = [(name, module, p) for name, module, p in held if p is not None and p.dim() == 2]
     tables = {id(p) for _, module, p in flat if isinstance(module, (Embedding, EmbeddingBag))}
+    if OPTIMIZERS[optimizer].sparse:
+        dense = {id(p) for _, module, p in flat if not getattr(module, "sparse", False)}
+        return frozenset(name for name, _, p in flat if id(p) in tables - dense)
     head = {id(p) for _, _, p in flat[-1:]}
     return frozenset(name for name, _, p in flat if id(p) not in tables | head)

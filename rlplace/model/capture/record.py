@@ -35,6 +35,7 @@ _METADATA_ONLY = frozenset(
 )  # fmt: skip
 _ALLOCATE_ONLY = frozenset({"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted"})
 _READ_ROWS_ONLY = frozenset({"embedding", "index_select", "gather", "index", "_unsafe_index", "take"})
+_ROWS = "rlplace_rows"
 _HIDDEN_WRITES = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
 """Ops whose schema hides that they update running statistics, with the positions of those arguments."""
 
@@ -161,16 +162,29 @@ def with_numbers(item: Any, numbers: Sequence[int]) -> Any:
     return dataclasses.replace(item, access=access, parts=None if item.parts is None else [moved(p) for p in item.parts])
 
 
-class _SparseStorage:
-    """Storage of a sparse tensor, in place of the several that torch gives it."""
+class SparseStorage:
+    """Storage of a sparse tensor, in place of the several that torch gives it; fake ones forget how many rows they have."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
+    @property
+    def rows(self) -> int:
+        """The number of values, by the ids that an op made them of."""
+        return int(getattr(self.tensor, _ROWS, 0))
+
+    @staticmethod
+    def note(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Notes the rows of what an op makes: those of a sparse input, or as many as the most ids that it reads."""
+        for made in (tensor for tensor in outputs if tensor.layout != torch.strided):
+            ids = (one.numel() for one in inputs if one.layout == torch.strided and not one.is_floating_point())
+            setattr(made, _ROWS, max([*ids, *(getattr(one, _ROWS, 0) for one in inputs)], default=0))
+
     def nbytes(self) -> int:
+        """Returns bytes of its values and their indices."""
         dense = self.tensor.dense_dim() if self.tensor.layout == torch.sparse_coo else 0
         width = prod(self.tensor.shape[self.tensor.dim() - dense :])
-        return int(self.tensor._nnz()) * (width * self.tensor.element_size() + 8 * (self.tensor.dim() - dense))
+        return self.rows * (width * self.tensor.element_size() + 8 * (self.tensor.dim() - dense))
 
 
 @dataclass
@@ -204,7 +218,7 @@ class StepRecorder(TorchDispatchMode):
             storage: Any = tensor.untyped_storage()
             key = storage._cdata
         else:
-            storage, key = _SparseStorage(tensor), id(tensor)
+            storage, key = SparseStorage(tensor), id(tensor)
         number = self._number.get(key)
         if number is None:
             number = self._number[key] = len(self.storages)
@@ -260,6 +274,7 @@ class StepRecorder(TorchDispatchMode):
         known = len(self.storages)
         out = func(*args, **kwargs)
         outputs = list(tensors_in(out))
+        SparseStorage.note(inputs, outputs)
         output_storages = tuple(dict.fromkeys(map(self.storage, outputs)))
         creates = tuple(s for s in output_storages if s >= known)
         writes = self._written(func, name, args, kwargs)
@@ -320,7 +335,7 @@ class StepRecorder(TorchDispatchMode):
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """Returns bytes that a kernel touches: expanded dimensions are stored once."""
     if tensor.layout != torch.strided:
-        return tensor.numel() * tensor.element_size()
+        return SparseStorage(tensor).nbytes()
     stored = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return stored * tensor.element_size() if tensor.numel() else 0
 

@@ -14,12 +14,13 @@ from rlplace.errors import InputError
 from rlplace.model.capture import layers
 from rlplace.model.capture.export import quiet_logs
 from rlplace.model.capture.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
-from rlplace.model.capture.optimizers import OPTIMIZERS, matrices
+from rlplace.model.capture.optimizers import OPTIMIZERS, apart
 from rlplace.model.capture.outputs import WHERE, add_losses, is_losses, no_loss, own_loss
 from rlplace.model.capture.record import LOSS_LABEL, Leaf, Recording, StepRecorder
 from rlplace.model.capture.trace import EagerRecorder, trace_eager, trace_export
 from rlplace.model.graph.opgraph import Parameter
 from rlplace.model.torch_adapter import run_backward
+from rlplace.text import either
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -115,10 +116,16 @@ def _state(fake: nn.Module) -> list[tuple[torch.Tensor, list[str], bool]]:
 
 
 def _leaves(tensors: list[tuple[torch.Tensor, list[str], bool]], recorder: StepRecorder, step: TrainingStep) -> list[Leaf]:
-    known, leaves = matrices(step.model), []
+    known, leaves = apart(step.model, step.optimizer), []
     for tensor, names, is_buffer in tensors:
         size = tensor.numel() * tensor.element_size()
         gradient, rule = None if is_buffer else tensor.grad, OPTIMIZERS[step.optimizer].of(names[0] in known)
+        sparse = gradient is not None and gradient.layout != torch.strided
+        if sparse and not rule.sparse:
+            raise InputError(
+                f"optimizer {step.optimizer}: the gradient of {names[0]} is sparse, which it was not compared with; take "
+                f"{either(name for name, one in OPTIMIZERS.items() if one.sparse)}, or build the table with sparse=False"
+            )
         state = 0 if gradient is None else rule.state_bytes(tensor.shape, tensor.element_size(), step.master_weights)
         record = Parameter(
             name=names[0],
@@ -127,7 +134,7 @@ def _leaves(tensors: list[tuple[torch.Tensor, list[str], bool]], recorder: StepR
             dtype=str(tensor.dtype).removeprefix("torch."),
             size_bytes=size,
             trainable=gradient is not None,
-            gradient_bytes=0 if gradient is None else size,
+            gradient_bytes=0 if gradient is None or sparse else size,
             optimizer_bytes=state,
             is_buffer=is_buffer,
         )

@@ -55,7 +55,7 @@ class Parameter(Record, frozen=True):
         dtype: For example ``"float32"``.
         size_bytes: Bytes of the weight itself.
         trainable: Whether it receives a gradient and an update.
-        gradient_bytes: 0 unless trainable.
+        gradient_bytes: 0 unless trainable; 0 of a sparse gradient, which counts with the backward that makes it.
         optimizer_bytes: Optimizer state; 0 unless trainable.
         is_buffer: True for buffers.
     """
@@ -71,6 +71,11 @@ class Parameter(Record, frozen=True):
     gradient_bytes: Bytes
     optimizer_bytes: Bytes
     is_buffer: bool = False
+
+    @property
+    def sparse(self) -> bool:
+        """True where its gradient has the rows that were looked up alone."""
+        return self.trainable and not self.gradient_bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,10 +45,10 @@ KAGGLE = (
 class Recommender(nn.Module):
     """DLRM: one embedding table per categorical feature, a bottom perceptron, pairwise products, a top perceptron."""
 
-    def __init__(self, rows: Sequence[int], width: int, dense: int, hidden: int, layers: int) -> None:
+    def __init__(self, rows: Sequence[int], width: int, dense: int, hidden: int, layers: int, sparse: bool) -> None:
         super().__init__()
         tables = len(rows)
-        self.tables = nn.ModuleList(nn.EmbeddingBag(own, width, mode="sum") for own in rows)
+        self.tables = nn.ModuleList(nn.EmbeddingBag(own, width, mode="sum", sparse=sparse) for own in rows)
         self.bottom = stack([dense, *[hidden] * (layers - 1), width])
         pairs = (tables + 1) * tables // 2
         self.top = stack([pairs + width, *[hidden] * (layers - 1), 1])
@@ -103,20 +103,21 @@ def build_mlp(*, batch: int, seq: int, layers: int = 8, width: int = 1024) -> tu
 
 def build_dlrm(
     *, batch: int, seq: int, tables: int = 26, rows: int = 100_000, width: int = 64, dense: int = 13, hidden: int = 512,
-    layers: int = 3, bag: int = 4, kaggle: bool = False, most: int = 1 << 24,
+    layers: int = 3, bag: int = 4, kaggle: bool = False, most: int = 1 << 24, sparse: bool = False,
 ) -> tuple[nn.Module, dict[str, Any]]:  # fmt: skip
     """Builds a recommender; `bag` categories are summed per feature.
 
-    With `kaggle` it has the 26 tables of Criteo's data set of that name, with `most` rows at most, in place of `tables` alike.
+    With `kaggle` it has the 26 tables of Criteo's data set of that name, with `most` rows at most, in place of `tables` alike;
+    with `sparse` gradients of tables are.
     """
     sizes = [min(own, most) for own in (KAGGLE if kaggle else [rows] * tables)]
-    sparse = random_tokens(max(sizes), batch, len(sizes), bag)
+    ids = random_tokens(max(sizes), batch, len(sizes), bag)
     inputs = {
         "dense": random_floats(batch, dense),
-        "sparse": sparse % torch.tensor(sizes, device="cpu")[:, None],
+        "sparse": ids % torch.tensor(sizes, device="cpu")[:, None],
         "labels": random_floats(batch).round(),
     }
-    return Recommender(sizes, width, dense, hidden, layers), inputs
+    return Recommender(sizes, width, dense, hidden, layers, sparse), inputs
 
 
 def build_moe_toy(

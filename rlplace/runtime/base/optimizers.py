@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rlplace.errors import InputError, MissingError
-from rlplace.model.capture.optimizers import OPTIMIZERS, matrices
+from rlplace.model.capture.optimizers import OPTIMIZERS, apart
 from rlplace.runtime.base.model import DistributedModel
 from rlplace.runtime.base.turns import in_turns
 
@@ -55,6 +55,30 @@ class Lion(torch.optim.Optimizer):
         return loss
 
 
+class LazyAdam(torch.optim.Optimizer):
+    """torch's SparseAdam for tables with sparse gradients, Adam for all others, as one optimizer.
+
+    Args:
+        groups: Each with ``params`` and ``apart``, which says whether its parameters are such tables.
+        lr: Learning rate of both.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], lr: float) -> None:
+        one = nn.Parameter(torch.zeros(1, 1))
+        self._both = {True: torch.optim.SparseAdam([one], lr=lr), False: torch.optim.Adam([one], lr=lr)}
+        super().__init__([{**self._both[group["apart"]].defaults, **group} for group in groups], {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates all parameters that have a gradient."""
+        loss = _loss_of(closure)
+        for kind, optimizer in self._both.items():
+            optimizer.param_groups = [group for group in self.param_groups if group["apart"] == kind]
+            optimizer.state = self.state
+            optimizer.step()
+        return loss
+
+
 class Muon(torch.optim.Optimizer):
     """torch's Muon for matrices, AdamW for all others, as one optimizer.
 
@@ -62,7 +86,7 @@ class Muon(torch.optim.Optimizer):
     (`rlplace.runtime.base.turns`).
 
     Args:
-        groups: Each with ``params`` and ``matrices``, which says whether its parameters are.
+        groups: Each with ``params`` and ``apart``, which says whether its parameters are matrices.
         lr: Learning rate of both; that of Muon is scaled to updates of the size of AdamW's.
         exact: Products are in the parameters' dtype, in place of bfloat16, which enlarges the least differences of gradients.
     """
@@ -71,16 +95,16 @@ class Muon(torch.optim.Optimizer):
         one = nn.Parameter(torch.zeros(1, 1))
         self._rest, self._exact = torch.optim.AdamW([one], lr=lr), exact
         defaults = {True: torch.optim.Muon([one], lr=lr).defaults, False: self._rest.defaults}
-        super().__init__([{**defaults[group["matrices"]], **group} for group in groups], {"lr": lr})
+        super().__init__([{**defaults[group["apart"]], **group} for group in groups], {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates all parameters that have a gradient."""
         loss = _loss_of(closure)
         for group in self.param_groups:
-            if group["matrices"]:
+            if group["apart"]:
                 self._update(group)
-        self._rest.param_groups = [group for group in self.param_groups if not group["matrices"]]
+        self._rest.param_groups = [group for group in self.param_groups if not group["apart"]]
         self._rest.state = self.state
         self._rest.step()
         return loss
@@ -120,7 +144,7 @@ def make_optimizer(name: str, model: nn.Module, lr: float, *, exact: bool = Fals
         exact: See `Muon`.
     """
     whole = model.meta_model if isinstance(model, DistributedModel) else model
-    known, named = matrices(whole), model.trained() if isinstance(model, DistributedModel) else model.named_parameters()
+    known, named = apart(whole, name), model.trained() if isinstance(model, DistributedModel) else model.named_parameters()
     chosen = {id(parameter) for path, parameter in named if path in known}
     groups = model.parameter_groups() if isinstance(model, DistributedModel) else [{"params": [*model.parameters()]}]
     optimizer = optimizer_of_groups(name, groups, chosen, lr, exact=exact)
@@ -132,7 +156,7 @@ def make_optimizer(name: str, model: nn.Module, lr: float, *, exact: bool = Fals
 def optimizer_of_groups(
     name: str, groups: Sequence[Mapping[str, Any]], chosen: Collection[int], lr: float, *, exact: bool = False
 ) -> torch.optim.Optimizer:
-    """Returns an optimizer of groups of parameters; `chosen` are ids of those that are matrices, which may be updated apart.
+    """Returns an optimizer of groups of parameters; `chosen` are ids of those of `apart`.
 
     Raises:
         MissingError: A package is not installed.
@@ -148,7 +172,8 @@ def optimizer_of_groups(
             for group in groups
             for kind in (True, False)
         )
-        return Muon([{**group, "params": own, "matrices": kind} for group, kind, own in split if own], lr, exact)
+        groups = [{**group, "params": own, "apart": kind} for group, kind, own in split if own]
+        return LazyAdam(groups, lr) if rule.sparse else Muon(groups, lr, exact)
     module, _, own_name = rule.path.rpartition(".")
     modules: dict[str, Any] = {"torch.optim": torch.optim, __name__: sys.modules[__name__]}
     if module not in modules:

@@ -215,7 +215,7 @@ def _no_single(model: nn.Module, inputs: Any) -> str | None:
 
 def conduct_of_graph(graph: OpGraph, unseen: str) -> Conduct:
     """Judges a captured step by rules about its ops; `unseen` is why the model was not rehearsed."""
-    found = Conduct(unseen=unseen)
+    found = Conduct(unseen=unseen, sparse=tuple(one.name for one in graph.parameters if one.sparse))
     if graph.traced is None:
         return found
     ops = ForwardOps(graph, np.zeros(graph.num_ops, dtype=np.int32))

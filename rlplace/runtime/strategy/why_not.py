@@ -314,8 +314,7 @@ def _values(pipeline: Pipeline, facts: ModelFacts, torch: tuple[int, int], relea
 def _conduct(pipeline: Pipeline, facts: ModelFacts, buffers: str, *, several: bool) -> Iterator[str]:
     conduct = facts.conduct or Conduct()
     stages, parts = pipeline.stages, pipeline.data_degree * max(pipeline.microbatches) + several
-    sharded = any(stage.sharding for stage in stages)
-    in_parts = sharded or len(stages) > 1 or any(stage.recompute or stage.axis("tensor") > 1 for stage in stages)
+    in_parts = len(stages) > 1 or any(stage.sharding or stage.recompute or stage.axis("tensor") > 1 for stage in stages)
     alone = "plan with replicate=1 shard=1 microbatches=1"
     if conduct.indivisible is not None and parts > 1:
         yield f"the batch cannot be divided: a part of it raised {conduct.indivisible}; {alone}"
@@ -342,8 +341,11 @@ def _conduct(pipeline: Pipeline, facts: ModelFacts, buffers: str, *, several: bo
             "with shard=1 pipeline=1 tensor=1"
         )
     sparse = [name for name in conduct.sparse if name.rpartition(".")[0] not in stages[0].tables]
-    if sparse and (sharded or (len(stages) > 1 and pipeline.data_degree > 1)):
-        yield f"the gradient of {sparse[0]} is sparse, which torch shares out of dense tensors only; plan with shard=1"
+    if sparse and any(stage.data_degree * stage.axis("tensor") * stage.axis("context") > 1 for stage in stages):
+        yield (
+            f"the gradient of {sparse[0]} is sparse, and replicas, shares and groups sum dense ones, as NCCL does; divide all "
+            "such tables, or build them with sparse=False"
+        )
 
 
 def _gather(pipeline: Pipeline, facts: ModelFacts, couple: str) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 Every replica holds a part of the large tables, and looks rows up for the samples of all: ids travel to who holds their rows,
 rows travel back, and their gradients the same way, by all-to-all. What a device looks up stays as much as before; the dense
-gradient of a table and its update become those of a part.
+gradient of a table and its update become those of a part. A sparse gradient is never summed over replicas, so its table is
+divided however small it is; its update counts with the backward (`Parameter.gradient_bytes`), which stays as much as before.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rlplace.strategy.costs import BACKWARD_PASS, EXPERT_ALL_TO_ALL, FORWARD_PAS
 from rlplace.strategy.layouts.forward_ops import TABLE as LOOKS_UP
 
 LEAST_BYTES = 1 << 20
-"""Bytes of the smallest table that is divided; the gradients of smaller ones are reduced with others."""
+"""Bytes of the smallest table with a dense gradient that is divided; those of smaller ones are reduced with others."""
 
 MOST_UNEVEN = 1.1
 """Bytes, and bytes looked up, of the busiest device over the mean, as far as cutting tables allows."""
@@ -43,6 +44,12 @@ class EmbeddingTable(NamedTuple):
     weight_bytes: int
     size_bytes: int
     looked_up: float
+    sparse: bool = False
+
+    @property
+    def large(self) -> bool:
+        """True where it is divided."""
+        return self.sparse or self.weight_bytes >= LEAST_BYTES
 
 
 def deal(tables: Sequence[EmbeddingTable], degree: int) -> dict[str, str]:
@@ -52,9 +59,10 @@ def deal(tables: Sequence[EmbeddingTable], degree: int) -> dict[str, str]:
     (the greedy rule of torchrec's planner).
 
     Returns:
-        By path the word of `rlplace.plan.strategy.Stage.tables`; tables below `LEAST_BYTES` are left out.
+        By path the word of `rlplace.plan.strategy.Stage.tables`; tables below `LEAST_BYTES` are left out, but
+        for sparse ones.
     """
-    large = sorted((one for one in tables if one.weight_bytes >= LEAST_BYTES), key=lambda one: -one.size_bytes)
+    large = sorted((one for one in tables if one.large), key=lambda one: -one.size_bytes)
     cut = 0
     while True:
         words = {one.path: _cut(one, degree) for one in large[:cut]}
@@ -105,9 +113,9 @@ class EmbeddingTables:
 
     @property
     def prevail(self) -> bool:
-        """True where most bytes of parameters are tables that would be divided."""
-        own = sum(one.weight_bytes for one in self.tables() if one.weight_bytes >= LEAST_BYTES)
-        return 2 * own > sum(parameter.size_bytes for parameter in self.graph.parameters)
+        """True where most bytes of parameters are tables that would be divided, or one has a sparse gradient."""
+        tables, whole = self.tables(), sum(parameter.size_bytes for parameter in self.graph.parameters)
+        return any(one.sparse for one in tables) or 2 * sum(one.weight_bytes for one in tables if one.large) > whole
 
     def tables(self) -> list[EmbeddingTable]:
         """Returns all of them."""
@@ -117,9 +125,8 @@ class EmbeddingTables:
             size = parameter.size_bytes + parameter.gradient_bytes + parameter.optimizer_bytes
             rows, columns = parameter.shape
             looked_up = one.ids * parameter.size_bytes / rows
-            found.append(
-                EmbeddingTable(parameter.name.rpartition(".")[0], rows, columns, parameter.size_bytes, size, looked_up)
-            )
+            path = parameter.name.rpartition(".")[0]
+            found.append(EmbeddingTable(path, rows, columns, parameter.size_bytes, size, looked_up, parameter.sparse))
         return found
 
     def words(self, degree: int) -> dict[str, str]:

@@ -11,7 +11,7 @@ from torch import nn
 import rlplace
 from rlplace.errors import InputError, MissingError
 from rlplace.model.capture.capture import capture
-from rlplace.model.capture.optimizers import OPTIMIZERS, matrices
+from rlplace.model.capture.optimizers import OPTIMIZERS, apart
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.base import turns
 from rlplace.runtime.base.optimizers import make_optimizer, optimizer_of_groups
@@ -36,9 +36,9 @@ RUNS += [("adafactor", case) for case in ("copies", "chain")]
 class Words(nn.Module):
     """A table, a matrix of odd sizes, one of more than 4,096 elements, vectors and a head."""
 
-    def __init__(self):
+    def __init__(self, sparse=False):
         super().__init__()
-        self.table, self.first, self.second = nn.Embedding(7, 33), nn.Linear(33, 65), nn.Linear(65, 128)
+        self.table, self.first, self.second = nn.Embedding(7, 33, sparse=sparse), nn.Linear(33, 65), nn.Linear(65, 128)
         self.norm, self.head = nn.LayerNorm(128), nn.Linear(128, 7)
 
     def forward(self, ids):
@@ -97,7 +97,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
 
 
 def test_matrices_are_neither_tables_nor_the_head():
-    assert matrices(Words()) == {"first.weight", "second.weight"}
+    assert apart(Words(), "muon") == {"first.weight", "second.weight"}
     assert OPTIMIZERS["muon"].of(False) is OPTIMIZERS["adamw"]
     # five steps of two products of [3, 3] and [3, 8], and of [3, 3] and [3, 3]
     assert OPTIMIZERS["muon"].update_flops((8, 3)) - 6 * 24 == 5 * (2 * 2 * 3 * 3 * 8 + 2 * 3**3)
@@ -108,7 +108,7 @@ def test_muon_is_that_of_torch():
     ours, ids = Words(), torch.arange(6)
     theirs = copy.deepcopy(ours)
     optimizer = make_optimizer("muon", ours, 1e-2)
-    chosen = [dict(theirs.named_parameters())[name] for name in sorted(matrices(theirs))]
+    chosen = [dict(theirs.named_parameters())[name] for name in sorted(apart(theirs, "muon"))]
     others = [torch.optim.Muon(chosen, lr=1e-2, adjust_lr_fn="match_rms_adamw")]
     others += [torch.optim.AdamW([p for p in theirs.parameters() if not any(p is one for one in chosen)], lr=1e-2)]
     for _ in range(3):
@@ -119,6 +119,39 @@ def test_muon_is_that_of_torch():
                 one.step()
     for own, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(own, wanted)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sparse_gradients_are_refused_or_updated_as_by_torch(name):
+    torch.manual_seed(0)
+    ours, ids = Words(sparse=True), torch.tensor([1, 4, 4])
+    given = {"loss": lambda y: y.square().mean(), "dtype": "bf16" if OPTIMIZERS[name].rounds else None, "optimizer": name}
+    if not OPTIMIZERS[name].sparse:
+        with pytest.raises(InputError, match=r"the gradient of table.weight is sparse.* sgd or sparse-adam, .* sparse=False"):
+            capture(ours, (ids,), **given)
+        return
+    graph, theirs = capture(ours, (ids,), **given), copy.deepcopy(ours)
+    optimizers = {"sgd": [torch.optim.SGD(theirs.parameters(), lr=1e-2)], "sparse-adam": lazy(theirs)}[name]
+    own, before = make_optimizer(name, ours, 1e-2), ours.table.weight.detach().clone()
+    for _ in range(3):
+        for model, steps in ((ours, [own]), (theirs, optimizers)):
+            model.zero_grad()
+            given["loss"](model(ids)).backward()
+            for one in steps:
+                one.step()
+    for parameter, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(parameter, wanted)
+    assert (ours.table.weight != before).any(1).nonzero().flatten().tolist() == [1, 4]
+    whole = capture(Words(), (ids,), **given)  # three rows of 33 values are made, copied and moved, and no table is
+    made, moved = 3 * (4 * 33 + 8), {"sgd": 3, "sparse-adam": 7 * 24 / 7}[name] * 3 * 4 * 33
+    bytes_of = dict(zip(graph.op_names, graph.op_bytes.tolist(), strict=True))
+    assert bytes_of["table/embedding.backward"] == 4 * made + moved and bytes_of["table.weight/update"] == 0
+    assert graph.parameters[0].sparse and not whole.parameters[0].sparse
+    assert graph.parameters[0].optimizer_bytes == whole.parameters[0].optimizer_bytes
+
+
+def lazy(model):
+    return [torch.optim.SparseAdam([model.table.weight], lr=1e-2), torch.optim.Adam([*model.parameters()][1:], lr=1e-2)]
 
 
 def turned():

@@ -102,7 +102,7 @@ REFUSED = [
     (COPIES, ModelFacts(subclass="w (Float8Tensor)"), "w (Float8Tensor) is no plain tensor"),
     (AGAIN, facts_of({"toggles": ("w",)}), "changes requires_grad of w"),
     (AGAIN, facts_of({"differentiates": True}), "computes gradients itself"),
-    (AGAIN, facts_of({"sparse": ("w",)}), "gradient of w is sparse"),
+    *((plan, facts_of({"sparse": ("w",)}), "gradient of w is sparse") for plan in (AGAIN, COPIES, TENSOR)),
     (AGAIN, facts_of({"counters": ("steps",)}), "steps would be written twice"),
     (AGAIN, ModelFacts(backward_hooks=("a",)), "would call the hooks of a on other activations"),
     (AGAIN, ModelFacts(handed="a is handed a DynamicCache"), "use_cache = False"),

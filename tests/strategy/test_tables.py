@@ -18,6 +18,7 @@ from rlplace.strategy.costs import EXPERT_ALL_TO_ALL, Cut
 from rlplace.strategy.drafts import Mesh, draft_of_strategy, plain_draft
 from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search.plan import plan_strategy
+from rlplace.strategy.search.remarks import memory_parts
 from rlplace.strategy.search.space import Space
 from tests.strategy.test_executor_twin import check_twins
 
@@ -96,7 +97,10 @@ def test_both_executors_agree(priced: PricedBlocks, place: Mesh) -> None:
     check_twins(priced, Cluster.preset(FOUR), draft)
     copies = plain_draft((0, len(priced.names)), [Mesh((0, 1, 2, 3), replicate=4)], microbatch=(4,), microbatches=(2,))
     evaluator = DraftEvaluator(priced, Cluster.preset(FOUR))
-    assert evaluator.evaluate(draft).peak_memory_bytes[0] < evaluator.evaluate(copies).peak_memory_bytes[0]
+    found = evaluator.evaluate(draft)
+    assert found.peak_memory_bytes[0] < evaluator.evaluate(copies).peak_memory_bytes[0]
+    (row,) = memory_parts(draft, priced, Cluster.preset(FOUR), found)
+    assert row.parts["tables"] == priced.held(*place.state).expert_bytes.sum() and row.parts["optimizer"] == 0
 
 
 def test_a_recommender_that_fits_on_no_card_is_divided() -> None:

@@ -74,12 +74,12 @@ def fp16_step_s(problem: SearchProblem, draft: Draft, graphs: tuple[OpGraph, OpG
 
 
 PARTS = (
-    "weights", "gradients", "optimizer", "activations", "gathered", "backward", "temporaries", "buffers", "reserved",
+    "weights", "gradients", "optimizer", "tables", "activations", "gathered", "backward", "temporaries", "buffers", "reserved",
 )  # fmt: skip
-"""Weights, gradients, optimizer state: held all step long, shares where they are sharded. Activations: made by the forward.
-Gathered: weights of blocks for as long as they run. Backward: gradients of activations, and recomputed activations.
-Temporaries: of ops. Buffers: of stage transfers, and of gradients while they are reduced. Reserved: context and communication
-library."""
+"""Weights, gradients, optimizer state: held all step long, shares where they are sharded. Tables: those of divided tables.
+Activations: made by the forward. Gathered: weights of blocks for as long as they run. Backward: gradients of activations, and
+recomputed activations. Temporaries: of ops. Buffers: of stage transfers, and of gradients while they are reduced. Reserved:
+context and communication library."""
 
 
 def memory_parts(
@@ -105,6 +105,9 @@ def memory_parts(
                 parts["weights"] = int(sum(block.held_weight_bytes for block in own))
                 parts["gradients"] = int(sum(block.held_gradient_bytes for block in own))
                 parts["optimizer"] = int(sum(block.held_optimizer_bytes for block in own))
+                if one.places[place].tables > 1:
+                    parts["tables"] = int(costs.held(*one.places[place].state).expert_bytes[2, [*one.blocks_of(place)]].sum())
+                    parts["optimizer"] -= parts["tables"]
                 parts["buffers"] = int(received_bytes(one, alike[0], blocks, place))
                 for name, size in (moments[number * len(one.places) + place] if moments else {}).items():
                     parts[name] += size

@@ -38,7 +38,7 @@ class Context:
 
     Attributes:
         unit: The block that runs, or ran last.
-        by_positions: Of every cross-entropy whether its targets were cut.
+        by_positions: Of every cross-entropy of the last forward whether its targets were cut.
         watch: What blocks run inside of.
     """
 
@@ -65,7 +65,7 @@ class Context:
     def _run(self, forward: Callable[..., Any], length: int, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        self._length = length
+        self._length, self.by_positions = length, []
         with counted_losses(self._own_targets), self._shapes:
             return forward(*args, **kwargs)
 

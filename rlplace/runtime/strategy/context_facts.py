@@ -81,8 +81,10 @@ def attending_units(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any, **how: Any) -> Any:
         if not running:
             raise InputError("attention outside of all blocks; name a larger module as block, or plan with context=1")
-        seen[running[-1]] = None
+        seen[path := running[-1]] = None
         lengths.extend((query.shape[-2], key.shape[-2]))
+        if any(_apart(key, calls[path][place]) for place in _activations(calls[path], lengths[0])[:1]):
+            raise InputError(f"its attention is over several sequences: {path} attends to another than its own")
         whole.extend((key.detach(), value.detach()))
         heads.append((query.shape[1], key.shape[1]) if query.dim() == 4 else (1, 1))
         given = dict(zip(("attn_mask", "dropout_p"), options, strict=False)) | how
@@ -109,17 +111,37 @@ def attending_units(model: nn.Module, inputs: Batch, found: dict[str, nn.Module]
         )
     made = {}
     for path in seen:
-        places = [
-            n
-            for n, leaf in enumerate(calls[path])
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() == 3 and leaf.shape[1] == lengths[0]
-        ]
-        if not places:
+        if not (places := _activations(calls[path], lengths[0])):
             raise InputError(f"{path} takes no activation of samples x positions x width")
         made[path] = places[0]
     common = gcd(*(own for own, _ in heads))
     shared = tuple(sorted({keys for _, keys in heads}))
     return Attending(made, found, whole, ContextFacts(None, lengths[0], common, shared, next(iter(no_ring), None)))
+
+
+def _activations(leaves: Sequence[Any], length: int) -> list[int]:
+    """Returns which arguments of a block are samples x positions x width, for so many positions."""
+    tensors = ((n, leaf) for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+    return [n for n, leaf in tensors if leaf.dim() == 3 and leaf.shape[1] == length]
+
+
+def _apart(key: torch.Tensor, activation: torch.Tensor) -> bool:
+    """Returns whether a key comes from another sequence than an activation: no op of it lies before both."""
+    own = activation.grad_fn
+    if own is None or key.grad_fn is None or own in (before := _history(key, own)):
+        return False
+    return before.isdisjoint(_history(activation, None))
+
+
+def _history(value: torch.Tensor, end: Any) -> set[Any]:
+    """Returns the ops that a value comes from, as far back as `end`."""
+    nodes, found = [value.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in found and not hasattr(node, "variable"):  # of a parameter
+            found.add(node)
+            nodes.extend(before for before, _ in node.next_functions if node is not end)
+    return found
 
 
 def observe_attention(model: nn.Module, inputs: Batch, blocks: Collection[str] = ()) -> Attending:

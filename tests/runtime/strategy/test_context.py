@@ -82,6 +82,8 @@ def plan(mesh, sharding=0, microbatches=1, recompute=None, expert=1, method="gat
 
 CASES = {
     "copies of four parts": ("gpt2", plan({"context": 4})),
+    "shares of parts of the same samples, recomputed": ("gpt2", plan({"context": 4}, 3, recompute="full", method="heads")),
+    "copies of shares of parts, padded": ("bert", plan({"replicate": 2, "context": 2}, 2, microbatches=2)),
     "copies, recomputed": ("llama", plan({"replicate": 2, "context": 2}, microbatches=2, recompute="full")),
     "shares, padded": ("llama", plan({"shard": 2, "context": 2}, 3, recompute="selective")),
     "shares, full attention, padded": ("bert", plan({"shard": 2, "context": 2}, 1, microbatches=2)),
@@ -99,6 +101,7 @@ CASES = {
     "a ring of tensor groups": ("bare llama", plan({"context": 2, "tensor": 2}, recompute="full", method="ring")),
     "a ring, shared keys": ("bare llama", plan({"replicate": 2, "context": 2}, method="ring")),
     "stages, padded": ("llama", plan({"context": 2}, microbatches=4, schedule="1f1b")),
+    "stages, shares of parts beside copies": ("gpt2", plan({"context": 2}, (1, 0), microbatches=4, schedule="1f1b")),
     "stages, recomputed": ("gpt2", plan({"context": 2}, microbatches=4, recompute="full", schedule="gpipe")),
     "stages, heads, full attention, padded": (
         "bert",
@@ -111,14 +114,16 @@ CASES = {
 def strategy(name, mesh, sharding, microbatches, recompute, degree, expert, method, schedule):
     blocks = block_names(make(name))
     layers = [block for block in blocks if block[-1].isdigit()]
-    common = {"mesh": mesh, "sharding": sharding, "expert": expert, "context_method": method}
+    common = {"mesh": mesh, "expert": expert, "context_method": method}
     bounds, devices = [], [[0, 1, 2, 3]]
     if schedule:
         bounds, devices = [blocks.index(layers[1])], [[0, 1], [2, 3]]
     if schedule == "zbv":  # tables, a layer, a layer, the head
         bounds, devices = [bounds[0] - 1, *bounds, bounds[0] + 1], [*devices, *devices[::-1]]
     parts = [blocks[a:b] for a, b in pairwise([0, *bounds, len(blocks)])]
-    stages = [common | {"blocks": list(part), "devices": own} for part, own in zip(parts, devices, strict=True)]
+    levels = sharding if isinstance(sharding, tuple) else [sharding] * len(parts)
+    own = zip(parts, devices, levels, strict=True)
+    stages = [common | {"blocks": list(part), "devices": place, "sharding": level} for part, place, level in own]
     for stage in stages:
         stage["recompute"] = {block: recompute for block in stage["blocks"] if block in layers} if recompute else {}
     sizes = {"batch": BATCH, "microbatch": [BATCH // degree // microbatches], "microbatches": [microbatches]}
@@ -214,6 +219,14 @@ def test_what_mixes_positions_is_refused_by_values_and_by_ops(besides, unseen):
     facts = context_facts(Own(besides), inputs, Conduct(reduction=TARGETS, unseen=unseen))
     assert (facts.no_context is None) == (besides == ""), facts
     assert besides or facts.positions == 8
+
+
+@pytest.mark.parametrize("unseen", [None, "too large"])
+def test_several_sequences_are_refused_as_such_where_they_are_as_long(unseen):
+    model, inputs, _ = small_models.t5()
+    facts = context_facts(model, inputs, Conduct(reduction=TARGETS, unseen=unseen))
+    assert inputs["input_ids"].shape == inputs["labels"].shape
+    assert facts.no_context == "its attention is over several sequences: decoder.block.0 attends to another than its own"
 
 
 @pytest.mark.parametrize("besides", ["", "counts"])

@@ -129,8 +129,8 @@ class Pipeline(Record, frozen=True):
 
     @property
     def unlike_meshes(self) -> bool:
-        """True where its stages have unlike meshes."""
-        return len({tuple(stage.axis(axis) for axis in AXES) for stage in self.stages}) > 1
+        """True where its stages have unlike meshes; a context group has shares or copies."""
+        return len({(stage.sharding > 0, *(stage.axis(axis) for axis in AXES)) for stage in self.stages}) > 1
 
     @property
     def samples(self) -> int:
@@ -239,17 +239,17 @@ def _check_stage(stage: Stage, where: str) -> None:
     if size != len(stage.devices):
         shape = " x ".join(f"{name} {stage.axis(name)}" for name in AXES if stage.axis(name) > 1) or "1"
         raise InputError(f"{where}: a mesh of {shape} has {size} devices, found {len(stage.devices)}; make them agree")
-    if (stage.sharding > 0) != (stage.axis("shard") > 1):
+    shard, shares = stage.axis("shard"), stage.axis("shard") * stage.axis("context")
+    if shares == 1 if stage.sharding else shard > 1:
         raise InputError(
-            f"{where}: sharding level {stage.sharding} with shard {stage.axis('shard')}; levels 1 to 3 share parameters over a "
-            "shard axis of 2 or more, level 0 has none (its copies are the axis replicate)"
+            f"{where}: sharding level {stage.sharding} with shard {shard}; levels 1 to 3 share parameters over shard x context "
+            "of 2 or more, level 0 has no axis shard (its copies are the axis replicate)"
         )
     if stage.sequence_parallel and stage.axis("tensor") == 1:
         raise InputError(f"{where}: sequence_parallel splits activations over the tensor axis, which is 1; leave it out")
     if stage.tensor and stage.axis("tensor") == 1:
         raise InputError(f"{where}: it gives tensor layouts, but the tensor axis is 1; leave them out")
-    shared = stage.axis("shard") * stage.axis("context") * stage.axis("tensor")
-    if shared % stage.expert:
+    if (shared := shares * stage.axis("tensor")) % stage.expert:
         raise InputError(f"{where}: expert {stage.expert} does not divide shard x context x tensor = {shared}")
     wanted = (ROWS, COLUMNS, *(f"{TABLE} {number}" for number in range(stage.data_degree)))
     if (strange := next((word for word in stage.tables.values() if word not in wanted), None)) is not None:
@@ -347,11 +347,12 @@ def _pipeline_words(pipeline: Pipeline) -> str:
         if sizes != [1]:
             text = "-".join(map(str, sizes))
             words.append(f"{text} replicas" if axis == "replicate" else f"{names[axis]} {text}")
+            more, levels = list[str](), sorted({stage.sharding for stage in stages})
             if axis == "context" and (methods := sorted({stage.context_method for stage in stages})) != [GATHER]:
-                words[-1] += f" (by {either(methods)})"
-            levels = sorted({stage.sharding for stage in stages})
-            if axis == "shard":
-                words[-1] += f" (level {either(map(str, levels))})"
+                more.append(f"by {either(methods)}")
+            if axis == "shard" or (axis == "context" and levels != [0] and all(stage.axis("shard") == 1 for stage in stages)):
+                more.append(f"level {either(map(str, levels))}")
+            words[-1] += f" ({', '.join(more)})" if more else ""
     experts = sorted({stage.expert for stage in stages})
     if experts != [1]:
         words.append(f"expert {'-'.join(map(str, experts))}")

@@ -242,4 +242,6 @@ _WORDS = {
 def kind_named(stages: int, places: Sequence[Mesh]) -> str:
     """Returns the name of a kind, from its number of stages and its places."""
     words = [word for axis, word in _WORDS.items() if any(getattr(place, axis) > 1 for place in places)]
+    if _WORDS["shard"] not in words and any(place.sharding for place in places):
+        words.append(_WORDS["shard"])  # over a context group alone
     return " x ".join(["pipeline", *words] if stages > 1 else words) or KINDS[0]

@@ -227,7 +227,7 @@ def _random_place(rng: Generator, devices: list[int], pipeline: bool) -> Mesh:
     while left > 1:
         axes[int(rng.choice(4, p=[0.3, 0.35, 0.05, 0.3]))] *= 2
         left //= 2
-    level = 0 if axes[1] == 1 else 1 if pipeline else int(rng.integers(1, 4))
+    level = 0 if axes[1] * axes[2] == 1 or (axes[1] == 1 and rng.random() < 0.5) else 1 if pipeline else int(rng.integers(1, 4))
     expert = int(rng.choice([1, 1, axes[1] if level else 1, prod(axes[1:])]))
     method = CONTEXT_METHODS[len(devices) % len(CONTEXT_METHODS)] if axes[2] > 1 else GATHER
     return Mesh(tuple(devices), *axes, expert, level, axes[3] > 1 and bool(rng.random() < 0.5), method)

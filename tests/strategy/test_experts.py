@@ -218,14 +218,16 @@ def test_what_cannot_be_divided(name: str, words: str) -> None:
 
 
 def test_one_sample_is_divided_where_that_is_all_there_is() -> None:
-    """One long sample on four devices; with four of them replicas exchange less, and context is left alone."""
+    """One long sample on four devices, which share updates; with four of them replicas exchange less than its parts."""
     cluster = Cluster.preset("a100-80g:4")
     costs = random_costs(np.random.default_rng(1), cluster, 5)
     space = Space.parse("tensor=1 pipeline=1 recompute=none offload=none")
     one = search(SearchProblem(DraftEvaluator(costs, cluster), 1, space), calls=100)
-    draft = one.ranked[0].draft
-    assert kind_of(draft) == "context parallel" and {place.context for place in draft.places} == {4}
-    assert "context parallel 4" in uniform_words(draft.strategy(costs.names))
+    drafts = {kind_of(tried.draft): tried.draft for tried in reversed(one.ranked)}
+    assert kind_of(one.ranked[0].draft) == "context parallel x fully sharded" and "context parallel" in drafts
+    assert {place.context for draft in drafts.values() for place in draft.places} == {1, 4}
+    words = {kind: uniform_words(draft.strategy(costs.names)) for kind, draft in drafts.items()}
+    assert "level" in words["context parallel x fully sharded"] and "level" not in words["context parallel"]
     four = search(SearchProblem(DraftEvaluator(costs, cluster), 4, space), calls=100)
     assert {place.context for place in four.ranked[0].draft.places} == {1}
     asked = search(SearchProblem(DraftEvaluator(costs, cluster), 4, Space.parse("context=2 tensor=1 pipeline=1")), calls=100)

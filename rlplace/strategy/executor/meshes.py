@@ -161,10 +161,11 @@ def check_draft(draft: Draft, cluster: Cluster, blocks: int) -> None:
         raise InputError(f"draft: devices must be distinct numbers in 0..{cluster.num_devices - 1}")
     for index, place in enumerate(draft.places):
         size = place.replicate * place.shard * place.context * place.tensor
-        if size != len(place.devices) or (place.sharding > 0) != (place.shard > 1) or degree % place.data_degree:
+        leveled = place.shard * place.context > 1 if place.sharding else place.shard == 1
+        if size != len(place.devices) or not leveled or degree % place.data_degree:
             raise InputError(
-                f"draft: places[{index}]: its mesh needs as many devices as it has, a sharding level of at least 1 if and only "
-                "if shard is above 1, and a data degree that divides the largest"
+                f"draft: places[{index}]: its mesh needs as many devices as it has, a sharding level of at least 1 where "
+                "shard is above 1, 0 where shard and context are 1, and a data degree that divides the largest"
             )
         if not spreads(place):
             raise InputError(

@@ -178,7 +178,7 @@ def _other_axes(place: Mesh) -> list[Mesh]:
                     changed.append(at_level(other, max(place.sharding, 1)))
     experts = (1, 2 * place.expert, place.expert // 2, place.shard * place.context * place.tensor)
     changed += [dataclasses.replace(place, expert=degree) for degree in experts if degree]
-    changed += [at_level(place, level) for level in (1, 2, 3) if place.shard > 1 and level != place.sharding]
+    changed += [at_level(place, level) for level in (0, 1, 2, 3) if place.shard * place.context > 1]
     if place.context > 1:
         changed += [dataclasses.replace(place, context_method=method) for method in CONTEXT_METHODS]
     if place.tensor > 1:
@@ -296,10 +296,9 @@ def replaced(places: Places, changed: dict[int, Places]) -> Places:
 
 
 def at_level(place: Mesh, level: int) -> Mesh:
-    """Returns the place with a level if it shards, with sequence parallelism, spread experts and divided tables where groups
-    for them exist.
-    """
-    sharding, group = max(level, 1) if place.shard > 1 else 0, place.shard * place.context * place.tensor
+    """Returns the place with a level, sequence parallelism, spread experts and divided tables where groups for them exist."""
+    sharding, group = max(level, int(place.shard > 1)), place.shard * place.context * place.tensor
+    sharding = sharding if place.shard * place.context > 1 else 0
     expert = gcd(place.expert, group) if sharding or place.expert == group else 1
     sequence = place.sequence_parallel and place.tensor > 1
     method = place.context_method if place.context > 1 else GATHER

@@ -195,7 +195,8 @@ def _meshes(
     for shard in sorted({data, *divisors(math.gcd(data, max(1, min(data, inside))))} | set(space.shard or ())):
         if data % shard or not space.allows("shard", shard) or not space.allows("replicate", data // shard):
             continue
-        for sharding in (0,) if shard == 1 else space.only("sharding", (1,) if chain else (1, 2, 3)):
+        levels = (1,) if chain else (1, 2, 3)
+        for sharding in (0,) if shard * context == 1 else space.only("sharding", levels if shard > 1 else (0, *levels)):
             group = shard * context * tensor
             for expert in space.only("expert", divisors(math.gcd(group, problem.costs.experts))):
                 if sharding or expert in (1, group):

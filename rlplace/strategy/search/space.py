@@ -104,7 +104,7 @@ class Space(Record, frozen=True):
         for place in draft.places:
             for key in ("replicate", "shard", "tensor", "context", "expert", "tables", "sharding"):
                 value = getattr(place, key)
-                exists = place.shard > 1 if key == "sharding" else value > 1 or getattr(self, key) is not None
+                exists = place.shard * place.context > 1 if key == "sharding" else value > 1 or getattr(self, key) is not None
                 if exists and not self.allows(key, value):
                     return key
             if place.context > 1 and not self.allows("context_method", place.context_method):

@@ -106,3 +106,13 @@ def test_a_search_gives_unlike_devices_pipelines_of_their_own() -> None:
         dataclasses.replace(question, why_not=lambda draft: "one pipeline, please" if draft.beside else None), calls=1500
     )
     assert one.ranked[0].step_s > best.step_s and UNLIKE not in one.of_kinds
+
+
+def test_shares_of_large_batches_can_be_divided_again() -> None:
+    """One of 512 samples in odd shares would leave eight devices micro-batches of one size or another's only."""
+    cluster = Cluster.preset("h100:1+l4:8")
+    costs = random_costs(np.random.default_rng(1), cluster, 6)
+    costs = dataclasses.replace(costs, forward=10 * costs.forward, known={})
+    space = Space.parse("recompute=none offload=none context=1 tensor=1")
+    found = search(SearchProblem(DraftEvaluator(costs, cluster), 512, space), calls=400).of_kinds[UNLIKE]
+    assert [one.batch % 8 for one in found.draft.pipelines] == [0, 0] and found.draft.batch == 512

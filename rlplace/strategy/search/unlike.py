@@ -25,8 +25,8 @@ KEPT = 3
 ROUNDS = 2
 """Times that shares are balanced."""
 
-FAR = 1.1
-"""Unlike pipelines that take so many times as long as the best strategy are not balanced anew."""
+EQUAL = 64
+"""Least number of equal parts of the batch of which shares are made, so that each can be divided again."""
 
 PART = 0.12
 """Part of the remaining budget for the search for a pipeline of one kind of device."""
@@ -52,17 +52,19 @@ def try_unlike(tries: Tries, search: Callable[[Tries], None]) -> None:
     balance = problem.balance
     cut = Cut(next((size for size in range(1, problem.batch + 1) if balance.can_cut(Cut(size))), 1))
     weights = np.array([len(own) / balance.pass_s(balance.kinds(own, 1)[0], cut).sum() for own in groups])
+    part = math.gcd(problem.batch, 1 << max(0, (problem.batch // EQUAL).bit_length() - 1))
     for _ in range(ROUNDS):
-        shares = proportional(weights, problem.batch)
+        shares = proportional(weights, problem.batch // part)
         if shares is None:
             return
-        found = [_best(tries, devices, share, search) for devices, share in zip(groups, shares, strict=True)]
+        found = [_best(tries, devices, share * part, search) for devices, share in zip(groups, shares, strict=True)]
         if not all(found):
             return
-        together = [tries.score(joined(tried.draft for tried in chosen)) for chosen in itertools.product(*found)]
-        if min(tried.step_s for tried in together) > FAR * tries.best_s:
+        for chosen in itertools.product(*found):
+            tries.score(joined(tried.draft for tried in chosen))
+        weights = np.array([share * part / best[0].step_s for share, best in zip(shares, found, strict=True)])
+        if problem.batch / weights.sum() > tries.best_s:  # even were they balanced, and sums of gradients free
             return
-        weights = np.array([share / best[0].step_s for share, best in zip(shares, found, strict=True)])
     best: Tried | None = next(tried for tried in tries.known() if tried.draft.beside)
     while best is not None:
         now = best

@@ -2,7 +2,8 @@
 
 A constructor runs as it is, except that every parameter goes to the meta device when a module registers it. What then writes
 to it is recorded with the state of the random numbers, which go on as if it had been written: `make` repeats that for one
-parameter alone and returns the bits that the plain model has. Beside what is kept, a process holds one parameter at a time.
+parameter alone and returns the bits that the plain model has. Beside what is kept, a process holds one parameter at a time, or
+a piece of it, where it keeps a part of a matrix of normal or uniform numbers, which torch draws in order.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +26,12 @@ from rlplace.errors import InputError
 from rlplace.model.torch_adapter import TorchDispatchMode, pytree
 from rlplace.runtime.base.ranks import bytes_of
 from rlplace.runtime.torch_adapter import truncated_normal
+
+_PIECE = 1 << 22
+"""Elements that are drawn at once."""
+
+_IN_ORDER = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+_BY_ELEMENT = (*_IN_ORDER, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
@@ -102,6 +111,40 @@ class Deferred:
                 func(*args, **kwargs)
         return whole
 
+    def make_part(self, axis: int, start: int, count: int) -> torch.Tensor:
+        """Makes some rows (axis 0) or columns (axis 1) of a matrix as `make` does."""
+        spans = [range(size) for size in self._size]
+        spans[axis] = range(start, start + count)
+        written = [self._rows_of(call) for call in self.calls]
+        if len(spans) != 2 or self._value is not None or not all(written):
+            return self.make().narrow(axis, start, count)
+        own, columns = spans
+        part = torch.empty(len(own), len(columns), dtype=self._dtype)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for (func, args, kwargs, _, random), rows in zip(self.calls, written, strict=True):
+                if random is not None:
+                    torch.set_rng_state(random)
+                for piece in _pieces(rows, self._size[1]):
+                    first, last = max(piece.start, own.start), min(piece.stop, own.stop)
+                    if random is not None or first < last:
+                        drawn = self._scratch.like((len(piece), self._size[1]), (self._size[1], 1), self._dtype)
+                        func(drawn, *args[1:], **kwargs)
+                    if first < last:
+                        found = drawn[first - piece.start : last - piece.start, columns.start : columns.stop]
+                        part[first - own.start : last - own.start] = found
+                    if piece.stop >= own.stop:
+                        break
+        return part
+
+    def _rows_of(self, call: _Written) -> range:
+        """Returns the rows of a matrix that a call wrote; empty where it wrote parts of them, or not in order."""
+        view, width = call.args[0], self._size[-1]
+        if call.func not in _BY_ELEMENT or call.dtype != self._dtype or not isinstance(view, _PartOfStorage):
+            return range(0)
+        count, dense = math.prod(view.size), torch.empty(view.size, device="meta").stride()
+        whole = view.stride == dense and self._stride == (width, 1) and not view.offset % width and not count % width
+        return range(view.offset // width, (view.offset + count) // width) if whole else range(0)
+
     def digest(self) -> str:
         """Computes a text that differs where values do."""
         seen = hashlib.blake2b(digest_size=16)
@@ -110,6 +153,14 @@ class Deferred:
         for part in pytree.tree_leaves((start, *calls)):
             seen.update(bytes_of(part) if isinstance(part, torch.Tensor) else str(part).encode())
         return seen.hexdigest()
+
+
+def _pieces(rows: range, width: int) -> Iterator[range]:
+    """Yields parts of rows whose numbers are those of all: torch makes 16 normal ones at a time, and the last 16 again."""
+    step = 16 * max(1, _PIECE // (16 * width))
+    edges = [*range(rows.start, max(rows.stop - step, rows.start + 1), step), rows.stop]
+    for start, stop in itertools.pairwise(edges):
+        yield range(start, stop)
 
 
 def _filled(tree: Any, whole: torch.Tensor) -> Any:
@@ -187,7 +238,11 @@ class _WriteRecorder(TorchDispatchMode):
         held, named = pytree.tree_map_only(torch.Tensor, kept, (args, {k: v for k, v in kwargs.items() if k != "generator"}))
         own.calls.append(_Written(func, held, named, written.dtype, state))
         if random:  # the numbers go on as if it had been written
-            func(self._scratch.like(written.size(), written.stride(), written.dtype), *args[1:], **kwargs)
+            flat = func in _IN_ORDER and written.is_contiguous()
+            for piece in _pieces(range(written.numel()), 1) if flat else ():
+                func(self._scratch.like((len(piece),), (1,), written.dtype), *args[1:], **kwargs)
+            if not flat:
+                func(self._scratch.like(written.size(), written.stride(), written.dtype), *args[1:], **kwargs)
         return written
 
 

@@ -95,8 +95,11 @@ def _part(
     if sizes[own] < whole.shape[axis]:
         seen = DTensor.from_local(made, mesh, [Shard(axis)], run_check=False, shape=whole.shape, stride=whole.stride())
         part.seen = seen  # type: ignore[attr-defined]
+    later = getattr(whole, "deferred", None)
     if isinstance(source, Stored):
         read_stored({source: seen})
+    elif later is not None and source == later.make:
+        made.copy_(later.make_part(*span))
     else:
         made.copy_((whole if source is None else source()).detach().narrow(*span))
     return part

@@ -11,6 +11,7 @@ from torch.nn.init import orthogonal_
 import rlplace
 from rlplace.errors import InputError
 from rlplace.model.quantize import quantize
+from rlplace.runtime.state import deferred
 from rlplace.runtime.state.deferred import deferred_weights
 from rlplace.runtime.state.values import fill, saved_values
 from tests.runtime import small_models
@@ -37,6 +38,17 @@ class Odd(nn.Module):
         self.register_buffer("noise", torch.randn(3))
 
 
+class Tables(nn.ModuleList):
+    """Tables of few and many rows, of odd widths, drawn twice, with paddings, and one whose elements are not in order."""
+
+    def __init__(self):
+        super().__init__(nn.Embedding(rows, width, 0) for rows, width in ((3, 1), (100, 3), (77, 16), (33, 5), (40, 2)))
+        self.append(nn.EmbeddingBag(70, 4, mode="sum", dtype=torch.float64))
+        nn.init.uniform_(self[2].weight, -0.1, 0.3)
+        self[3].weight.data[5:9].normal_(1.0, 2.0)
+        nn.init.normal_(self[4].weight.data.T)
+
+
 def built(make, seed=3):
     torch.manual_seed(seed)
     return make(), torch.rand(2)
@@ -52,11 +64,12 @@ def packed(how):
     "make",
     [
         Odd, lambda: Odd().to(torch.bfloat16), lambda: small_models.gpt2()[0], lambda: small_models.llama()[0],
-        lambda: packed("nf4"), lambda: packed("int8"),
+        lambda: packed("nf4"), lambda: packed("int8"), Tables,
     ],
-    ids=["odd", "cast", "gpt2", "llama", "nf4", "int8"],
+    ids=["odd", "cast", "gpt2", "llama", "nf4", "int8", "tables"],
 )  # fmt: skip
-def test_made_later_with_the_bits_of_the_plain_model(make):
+def test_made_later_with_the_bits_of_the_plain_model(make, monkeypatch):
+    monkeypatch.setattr(deferred, "_PIECE", 64)
     plain, drawn = built(make)
     with deferred_weights():
         later, again = built(make)
@@ -64,7 +77,11 @@ def test_made_later_with_the_bits_of_the_plain_model(make):
     expected = dict(plain.named_parameters(remove_duplicate=False))
     for name, parameter in later.named_parameters(remove_duplicate=False):
         assert parameter.is_meta
-        assert torch.equal(parameter.deferred.make().to(parameter.dtype), expected.pop(name))
+        wanted = expected.pop(name)
+        assert torch.equal(parameter.deferred.make().to(parameter.dtype), wanted)
+        for axis, size in enumerate(wanted.shape if hasattr(parameter.deferred, "make_part") else ()):
+            for span in ((0, size // 3), (size // 3, size - size // 3), (size, 0)):
+                assert torch.equal(parameter.deferred.make_part(axis, *span).to(wanted.dtype), wanted.narrow(axis, *span)), name
     assert not expected and len(list(later.parameters())) == len(list(plain.parameters()))  # ties stay
     for name, buffer in later.named_buffers():
         assert torch.equal(buffer, plain.get_buffer(name))

@@ -1,5 +1,6 @@
 """Embedding tables that replicas divide, by rows, by columns and whole, compared with the plain model."""
 
+import contextlib
 from collections import Counter
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.base.optimizers import make_optimizer
+from rlplace.runtime.state.deferred import deferred_weights
 from rlplace.runtime.state.training_state import load_checkpoint, save_checkpoint
 from rlplace.runtime.state.whole import seen, whole_state_dict, whole_tensor
 from rlplace.runtime.strategy.run import prepare
@@ -116,8 +118,11 @@ def dense(gradient):
 
 
 def made(case, sparse=False):
+    """A prepared model; those with dense gradients are built without values."""
     plan = strategy(*case)
-    return prepare(plain(sparse), plan, {name: value[: plan.pipelines[0].microbatch[0]] for name, value in BATCH.items()})
+    with contextlib.nullcontext() if sparse else deferred_weights():
+        model = plain(sparse)
+    return prepare(model, plan, {name: value[: plan.pipelines[0].microbatch[0]] for name, value in BATCH.items()})
 
 
 def trained(folder):

@@ -17,6 +17,7 @@ from rlplace.errors import InputError
 from rlplace.model.capture.inputs import split_inputs
 from rlplace.model.torch_adapter import pytree
 from rlplace.model.zoo import LoadedModel
+from rlplace.runtime.strategy.lists import expert_lists
 from rlplace.runtime.strategy.mixtures import COUNT, NO_EXPERTS, form_of
 
 Counts = Mapping[str, NDArray[np.int64]]
@@ -38,7 +39,8 @@ def count_tokens(model: LoadedModel, device: torch.device) -> Counts:
     counts: dict[str, NDArray[np.int64]] = {}
     mixtures = {path: (module, form) for path, module in model.module.named_modules() if (form := form_of(module)) is not None}
     mixtures = {path: found for path, found in mixtures.items() if found[1].chosen}  # others send every token to every expert
-    if not mixtures:
+    lists = {path: mixture._modules[name] for path, mixture, name in expert_lists(model.module)}
+    if not mixtures and not lists:
         raise InputError(f"measure: {NO_EXPERTS}")
 
     def note(path: str, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -50,6 +52,14 @@ def count_tokens(model: LoadedModel, device: torch.device) -> Counts:
         module.register_forward_pre_hook(partial(note, path, form.chosen), with_kwargs=True)
         for path, (module, form) in mixtures.items()
     ]
+
+    def count(path: str, number: int, module: nn.Module, args: Any) -> None:
+        counts[path][number] += args[0].numel() // args[0].shape[-1]
+
+    for path, held in lists.items():
+        experts: Any = held
+        counts[path] = np.zeros(len(experts), dtype=np.int64)
+        hooks += [expert.register_forward_pre_hook(partial(count, path, number)) for number, expert in enumerate(experts)]
     args, kwargs = split_inputs(pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), model.example_inputs))
     try:
         with torch.no_grad():

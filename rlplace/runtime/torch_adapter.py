@@ -17,6 +17,9 @@ import torch
 import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
 
+# Makes no calls of the function modes around it, but those of dispatch modes: pytorch #94130.
+from torch._C import DisableTorchFunction as without_functions
+
 # Collectives that dispatch modes see, so that selective recomputation keeps their results.
 from torch.distributed import _functional_collectives as _collectives
 
@@ -57,8 +60,8 @@ from torch.utils import _pytree as pytree
 # Makes no calls of the modes around it: none can make a `CausalBias`.
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
-# Keeps results under selective recomputation, and refuses those that are written to in place: pytorch #119590.
-from torch.utils.checkpoint import _CachingTorchDispatchMode
+# Keep results under selective recomputation, and refuse those that are written to in place: pytorch #119590.
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 __all__ = [
     "BatchNorm",
@@ -85,6 +88,7 @@ __all__ = [
     "to_functional",
     "truncated_normal",
     "with_parameters",
+    "without_functions",
     "without_mkldnn",
     "without_modes",
 ]
@@ -181,7 +185,7 @@ def selective_contexts(policy: Callable[..., Any]) -> tuple[Any, Any]:
         policy: As of `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
     """
     _, again = checkpointing.create_selective_checkpoint_contexts(policy)
-    return _Keeping(policy, again.storage), again
+    return _Keeping(policy, again.storage), _Again(policy, again.storage, False)
 
 
 class _Keeping(_CachingTorchDispatchMode):
@@ -198,6 +202,18 @@ class _Keeping(_CachingTorchDispatchMode):
                     kept.val = kept.val.clone()
                     kept.version = kept.val._version
         return super().__torch_dispatch__(op, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+class _Again(_CachedTorchDispatchMode):
+    """The mode of torch, in which `fully_shard` inside of a checkpoint may do more than it did in the forward."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_dispatch__(op, types, args, kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "not found in storage" not in str(error):
+                raise
+        return op(*args, **(kwargs or {}))
 
 
 def _storages(value: Any) -> set[int]:

@@ -27,6 +27,7 @@ from rlplace.model.capture.masks import masks_of_runs
 from rlplace.model.capture.outputs import own_loss, register_dataclasses
 from rlplace.model.torch_adapter import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, pytree
 from rlplace.runtime.base.batches import Batch
+from rlplace.runtime.strategy.lists import Lists, watch_lists
 from rlplace.runtime.torch_adapter import BatchNorm, DropoutNd, NormBase
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -124,6 +125,7 @@ class Observed(NamedTuple):
     skips: bool = False  # whether it does so, and parameters got no gradient on zeros or on ones
     branches: bool = False  # whether it reads them outside of units, and may call others
     reused: str | None = None  # a parameter that ops of one unit read several times, with or without others between
+    lists: Lists | None = None  # findings about lists of experts
 
 
 def observe(model: nn.Module, inputs: Batch, found: Mapping[str, nn.Module]) -> Observed:
@@ -225,6 +227,7 @@ def _observe(model: nn.Module, inputs: Any, found: Mapping[str, nn.Module], mode
             mode,
             reads,
             watched,
+            watch_lists(model) as lists,
         ):
             output = model(**inputs)
             register_dataclasses(output)
@@ -240,7 +243,10 @@ def _observe(model: nn.Module, inputs: Any, found: Mapping[str, nn.Module], mode
     unreached = not trained.keys() <= _reached(output)
     outside = reads.outside | {name for name, leaf, version in returned if leaf._version != version}
     outside |= {name for name, leaf, _ in returned if held.get(leaf.untyped_storage()._cdata) == name}
-    return Observed(results, calls, outside, reads.lost, checkpoints.called, unreached, branches=reads.looks, reused=reused)
+    for path in (path for path in lists if owner(path, found) is None):
+        lists[path] = "the module around it is part of no block; put it into a list of layers"
+    seen = Observed(results, calls, outside, reads.lost, checkpoints.called, unreached, branches=reads.looks, reused=reused)
+    return seen._replace(lists=lists)
 
 
 def reads(model: nn.Module, inputs: Batch, name: str) -> bool:

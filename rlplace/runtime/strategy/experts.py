@@ -17,6 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from rlplace.model.capture.fake import meta_copy
+from rlplace.runtime.strategy.lists import ListedExperts, expert_lists
 from rlplace.runtime.strategy.mixtures import COUNT, Form, form_of
 from rlplace.runtime.torch_adapter import all_to_all, with_parameters
 
@@ -46,7 +48,23 @@ def spread_experts(root: nn.Module, mesh: DeviceMesh, tensor: DeviceMesh) -> lis
         if tensor.size() > 1:
             exchange = partial(_divide, exchange, tensor, 0 if form.chosen else 1)
         vars(module)["forward"] = partial(_called, exchange, signature, experts, form)
-    return [module for module, _ in found]
+    return [module for module, _ in found] + [
+        expert for _, mixture, name in [*expert_lists(root)] for expert in _spread_list(mixture, name, mesh)
+    ]
+
+
+def _spread_list(mixture: nn.Module, name: str, mesh: DeviceMesh) -> list[nn.Module]:
+    """Makes this process hold its part of a list of experts; returns its own."""
+    held: Any = mixture._modules[name]
+    own = len(held) // mesh.size()
+    first, one = own * mesh.get_local_rank(), meta_copy(held[0])
+    for number in [n for n in range(len(held)) if not first <= n < first + own]:
+        held[number] = nn.Module()
+    experts = [*held[first : first + own]]
+    listed = ListedExperts(mixture, name, mesh, experts, one)
+    listed.exchange = partial(_exchange, listed.run_own, mesh, len(held))
+    vars(mixture)["forward"] = listed
+    return experts
 
 
 def _called(

@@ -130,5 +130,6 @@ class ModelFacts:
     conduct: Conduct | None = None  # how a step treats samples, buffers and parameters; None when it was not rehearsed
     experts: int = 0  # expert degrees divide it
     no_experts: str | None = None  # why no module's experts can be spread; None where they can
+    listed: str | None = None  # path of a list of experts that the forward calls one by one
     # by path of embedding module why its table cannot be divided, None where it can; None: the model was not examined
     tables: Mapping[str, str | None] | None = None

@@ -31,6 +31,7 @@ from rlplace.runtime.strategy.context_facts import context_facts
 from rlplace.runtime.strategy.cut import StageGraph, cut
 from rlplace.runtime.strategy.fact_records import COUPLES, Conduct, ContextFacts, ModelFacts, TensorFacts
 from rlplace.runtime.strategy.gather import why_no_gather
+from rlplace.runtime.strategy.lists import Lists, expert_lists
 from rlplace.runtime.strategy.mixtures import common_experts, why_no_experts
 from rlplace.runtime.strategy.model_layouts import find_layouts
 from rlplace.runtime.strategy.recorded import why_unlike
@@ -80,8 +81,10 @@ def notes_of(strategy: Strategy, facts: ModelFacts) -> Iterator[str]:
 _PLAIN = (nn.Parameter, torch.Tensor, nn.Buffer, FakeTensor, UninitializedParameter, UninitializedBuffer)
 
 
-def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str | None = None) -> ModelFacts:
-    """Returns facts about the modules of a model, with those about its layouts and its cut; nothing is run."""
+def model_facts(
+    model: nn.Module, tensor: TensorFacts | None = None, no_cut: str | None = None, lists: Lists | None = None
+) -> ModelFacts:
+    """Returns facts about the modules of a model, with those about its layouts, its cut and its lists; nothing is run."""
     backward = {path for path, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks}
     own = {path for path, m in model.named_modules() if m._forward_hooks or m._forward_pre_hooks or replaced_forward(m)}
     hooked = [path for path, _ in model.named_modules() if path in own | backward]
@@ -97,7 +100,8 @@ def model_facts(model: nn.Module, tensor: TensorFacts | None = None, no_cut: str
         hooked_outside=tuple(path or "the model" for path in hooked if owner(path, inside) is None),
         backward_hooks=tuple(path or "the model" for path in hooked if path in backward),
         experts=experts,
-        no_experts=why_no_experts(model),
+        no_experts=why_no_experts(model, lists or {}),
+        listed=next((path for path, _, _ in expert_lists(model)), None),
         tables=dict(table_reasons(model)),
         recurrent=next(
             (path for path, module in model.named_modules() if isinstance(module, (nn.RNNBase, nn.RNNCellBase))), None
@@ -142,10 +146,12 @@ def _examined(model: nn.Module, inputs: Batch, flops: float) -> tuple[ModelFacts
         if (unlike := why_unlike(model, captured, inputs, flops)) is not None:
             raise InputError(unlike)
     except InputError as error:
-        return replace(model_facts(model, tensor, str(error)), handed=handed, skips=seen.skips, branches=seen.branches), None
+        facts = model_facts(model, tensor, str(error), seen.lists)
+        return replace(facts, handed=handed, skips=seen.skips, branches=seen.branches), None
     trained = (any(value.requires_grad for value in stage.taken) for stage in stages)
     untrained = tuple(block for block, flows in zip(blocks, trained, strict=True) if not flows)
-    facts = replace(model_facts(model, tensor), blocks=blocks, untrained=untrained, handed=handed, reused=seen.reused)
+    facts = model_facts(model, tensor, lists=seen.lists)
+    facts = replace(facts, blocks=blocks, untrained=untrained, handed=handed, reused=seen.reused)
     facts = replace(facts, skips=seen.skips, branches=seen.branches)
     return replace(facts, no_samples=_no_samples(stages, inputs)), captured
 

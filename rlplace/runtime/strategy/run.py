@@ -86,7 +86,8 @@ def prepare(
         with contextlib.nullcontext() if wrapped else contextlib.suppress(Exception):  # replicas run all the same
             seen = observe(model, example_inputs, found)
     layouts = find_layouts(found, seen.calls) if laid_out and seen is not None else None
-    facts = model_facts(model, layouts)  # which blocks the forward calls is for the cut to say
+    # Which blocks the forward calls is for the cut to say.
+    facts = model_facts(model, layouts, lists=None if seen is None else seen.lists)
     if seen is not None:
         facts = replace(facts, skips=seen.skips, branches=seen.branches)
     unlike = seen is not None and seen.varies
@@ -136,7 +137,7 @@ def prepare(
     root = wrap_stage(model, found, stage, place, values, pipelined=False, **how)
     if place.tables is not None:
         LookupsAhead(model, meta, {path: vars(model.get_submodule(path))["forward"] for path in stage.tables}, example_inputs)
-    reached = reduce_unlike(root, place, in_order=facts.branches) if unlike else None
+    reached = reduce_unlike(root, place, stage.expert, in_order=facts.branches) if unlike else None
     buffers = StepBuffers([model], by_replica=strategy.buffers == "replica")
     runner = Accumulation(root, place.device, every_pass=stage.sharding > 1, buffers=buffers, in_order=facts.branches)
     return make({0: model}, runner, roots=[model], reached=[reached] if reached else [])
@@ -199,8 +200,8 @@ def _pipelined(
         own_values = {f"body.{name}": value for name, value in values.items()}
         wrap_stage(root, inside, pipeline.stages[number], place, own_values, pipelined=True, mixed_precision=mixed_precision)
         splits = SCHEDULES[pipeline.schedule or ""].splits_backward  # no hook sees what it reaches
-        if unlike and not splits and (found := reduce_unlike(root, place, in_order=False)) is not None:
-            reached.append(found)
+        found = reduce_unlike(root, place, pipeline.stages[number].expert, in_order=False) if unlike and not splits else None
+        reached += [] if found is None else [found]
 
     def record(inputs: Batch) -> Recorded:
         again, _, recut = _cut(meta, inputs, pipeline, dtype, layouts, divided)

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rlplace.errors import InputError
+from rlplace.model.capture.export import lies_in
 from rlplace.model.capture.outputs import register_dataclasses, with_loss
 from rlplace.model.torch_adapter import pytree
 from rlplace.plan.strategy import MEAN, SUM, Strategy
@@ -29,6 +30,7 @@ from rlplace.runtime.strategy.buffers import Accumulation
 from rlplace.runtime.strategy.buffers import Loss as PartLoss
 from rlplace.runtime.strategy.capture import strange_in
 from rlplace.runtime.strategy.gather import gather_output
+from rlplace.runtime.strategy.lists import expert_lists
 from rlplace.runtime.strategy.mesh import MeshPlace
 from rlplace.runtime.strategy.reach import Reached
 from rlplace.runtime.strategy.release import GradientRelease
@@ -94,6 +96,13 @@ class StrategyModel(DistributedModel):
         self._tables = {f"{path}.{WEIGHT}" for stage in self._pipeline.stages for path in stage.tables}
         if hooked := self._tables.intersection(hooks.names):
             raise InputError(f"native: the parameter {min(hooked)} has hooks, which read whole gradients; plan with tables=1")
+        # By path of every list of experts that is spread, over how many processes.
+        self._spread = {
+            path: stage.expert
+            for stage in self._pipeline.stages
+            for path, _, _ in expert_lists(meta)
+            if any(lies_in(path, block) for block in stage.blocks)
+        }
         self._release = GradientRelease() if strategy.release_gradients else None
         if self.releases and hooks.names:
             raise InputError(
@@ -370,7 +379,8 @@ class StrategyModel(DistributedModel):
         if name in self._tables:
             return 1
         copies = {} if self._sums is None else self._sums.copies()
-        return copies.get(parameter, 1) * self.place.mesh.size() // self.place.mesh["pipeline"].size()
+        processes = self.place.mesh.size() // self.place.mesh["pipeline"].size()
+        return copies.get(parameter, 1) * processes // next((n for path, n in self._spread.items() if lies_in(name, path)), 1)
 
 
 def keyword_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlplace.model.capture.optimizers import OPTIMIZERS
+from rlplace.plan.schedule import ONE_F_ONE_B, SCHEDULES
 from rlplace.plan.strategy import HEADS, RING, Pipeline, Stage
 from rlplace.runtime.strategy.fact_records import Conduct, ContextFacts, ModelFacts
 
@@ -50,6 +51,10 @@ def why_no_experts(pipeline: Pipeline, facts: ModelFacts) -> Iterator[str]:
         yield "replicas with unlike numbers of micro-batches would wait for each other's tokens for ever; give all the same"
     if facts.branches:
         yield "the forward looks at values outside of its blocks, and processes that wait for tokens may call unlike blocks"
+    if facts.listed is not None and any(stage.axis("tensor") > 1 for stage in stages):
+        yield f"the experts of the list {facts.listed} are spread without tensor groups alone; plan with tensor=1 or expert=1"
+    if facts.listed is not None and len(stages) > 1 and SCHEDULES[pipeline.schedule or ""].splits_backward:
+        yield f"a schedule that splits the backward goes through routers of {facts.listed} twice; take {ONE_F_ONE_B}, say"
     if any(stage.offload for stage in stages):
         yield "spread experts in host memory were never compared with the plain model; plan without offload or with expert=1"
 

@@ -190,7 +190,7 @@ def _share_experts(
     parts = mesh["expert_shard"].size()
     shared: Any = partial(replicate, mesh=mesh["replicate"])  # type: ignore[arg-type]
     if stage.sharding:
-        placed = lambda parameter: Shard(int(parameter.shape[1] % parts == 0))  # noqa: E731
+        placed = lambda parameter: Shard(int(parameter.dim() > 1 and parameter.shape[1] % parts == 0))  # noqa: E731
         shared = partial(fully_shard, mesh=axes, reshard_after_forward=stage.sharding == 3, shard_placement_fn=placed)
     for module in spread:
         shared(module, **({} if policy is None else {"mp_policy": replace(policy, cast_forward_inputs=False)}))

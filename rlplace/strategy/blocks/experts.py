@@ -1,7 +1,8 @@
 """Layouts over an expert group, which spreads experts over its devices.
 
 Experts are products that read one weight for all of them, cut by expert: torch's and transformers' grouped products, whose
-rows a router has sorted, and batched products of rows for every expert, as llama4's. Every device of an expert group holds
+rows a router has sorted, and batched products of rows for every expert, as llama4's; or modules in a list that is named after
+them, whose mixture runs its own ops twice (`rlplace.runtime.strategy.lists`). Every device of an expert group holds
 some experts and works on the tokens of all devices that chose them: on average as many as it had itself, on the busiest one
 more (`CostTable.busiest`). A tensor group inside of it divides its tokens, which all of its devices have, instead of the
 experts' matrices, as torchtitan does (its `ReordererSequenceParallel`).
@@ -10,8 +11,12 @@ experts' matrices, as torchtitan does (its `ReordererSequenceParallel`).
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import gcd
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,24 +33,37 @@ from rlplace.strategy.costs import (
 )
 from rlplace.strategy.layouts.tensor_layout import LayoutCollective, TensorLayout
 
+_LISTED = re.compile(r"((?:.*\.)?[^.]*expert[^.]*)\.(\d+)\..+")
+"""Name of a parameter of an expert in a list: path of the list, and number of the expert."""
+
+
+class Sent(NamedTuple):
+    """Tokens of an all-to-all."""
+
+    op: int
+    tensor: int
+    times: float = 1.0  # bytes that move, over those of the tensor
+
 
 @dataclass(frozen=True, eq=False)
 class Experts:
     """The experts of a captured step.
 
     Attributes:
-        counts: Number of experts along the first axis of each parameter.
+        counts: By parameter the number of experts, along its first axis or in its list.
         routed: bool [N], forward and backward ops that work on sorted tokens.
+        again: bool [N], forward ops of mixtures with lists, which run twice.
         products: int64, ops that read or write weights of experts.
-        sent: By module of experts, op and tensor of the tokens that are sent to experts, and of those that come back.
+        sent: By module or list of experts the tokens that are sent to experts, and those that come back.
         outputs: Tensors from routed ops to others; the first of every module is its output.
     """
 
     graph: OpGraph
     counts: dict[int, int]
     routed: NDArray[np.bool_]
+    again: NDArray[np.bool_]
     products: NDArray[np.int64]
-    sent: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+    sent: tuple[tuple[Sent, Sent], ...]
     outputs: NDArray[np.int64]
 
     @property
@@ -64,10 +82,10 @@ class Experts:
         """
         found = np.zeros(self.graph.num_ops, dtype=np.int64)
         for ends in self.sent:
-            for (op, tensor), times in zip(ends, (2, 4), strict=True):
+            for (op, tensor, share), times in zip(ends, (2, 4), strict=True):
                 behind = np.flatnonzero((self.graph.op_forward == op) & (self.graph.op_phase != UPDATE))
                 for each in (op, *behind[behind != op][:1].tolist()):
-                    found[each] += times * tensor_bytes[tensor]
+                    found[each] += round(times * share * tensor_bytes[tensor])
         return found
 
     def why_not(self, degree: int) -> str | None:
@@ -93,9 +111,10 @@ class Experts:
         tensor_parts[made], tensor_parts[self.outputs] = rows, 1
         collectives = [item for item in layout.collectives if not self.routed[item.op]]
         for ends in self.sent:
-            block = int(of_op[ends[0][0]])
-            for when in (FORWARD_PASS, BACKWARD_PASS):
-                collectives += [LayoutCollective(block, op, tensor, when, EXPERT_ALL_TO_ALL, busiest) for op, tensor in ends]
+            block = int(of_op[ends[0].op])
+            for when, sent in product((FORWARD_PASS, BACKWARD_PASS), ends):
+                times = busiest * sent.times
+                collectives.append(LayoutCollective(block, sent.op, sent.tensor, when, EXPERT_ALL_TO_ALL, times))
         if rows > 1:
             # Every device of the tensor group has the output of its own tokens, and the gradients of what it took of its input.
             ahead, behind = (
@@ -120,13 +139,17 @@ def find_experts(graph: OpGraph) -> Experts:
     """Returns the experts of a captured step, if it has any."""
     readers, tensors = graph.consumers, graph.edge_tensor
     grouped = np.array(["grouped_mm" in target or base_name(target) == "bmm" for target in graph.op_target], dtype=bool)
-    weight = (graph.tensor_role == PARAMETER)[tensors] & grouped[readers] & (graph.op_phase[readers] == FORWARD)
+    weight = (graph.tensor_role == PARAMETER)[tensors] & (graph.op_phase[readers] == FORWARD)
     held: dict[int, int] = {}
     of_module: dict[str, list[int]] = {}
+    listed = _listed(graph)
     for tensor, op in zip(tensors[weight].tolist(), readers[weight].tolist(), strict=True):
         number = int(graph.tensor_parameter[tensor])
         parameter = graph.parameters[number]
-        if len(parameter.shape) == 3:
+        if number in listed:
+            held[number] = len(listed[number][1])
+            of_module.setdefault(listed[number][0], []).append(op)
+        elif len(parameter.shape) == 3 and grouped[op]:
             held[number] = parameter.shape[0]
             of_module.setdefault(parameter.name.rpartition(".")[0], []).append(op)
     modules = tuple(f"{module}." for module in of_module)
@@ -138,16 +161,39 @@ def find_experts(graph: OpGraph) -> Experts:
     products = np.flatnonzero(np.isin(np.where(behind, graph.op_forward, np.arange(graph.num_ops)), forward_products))
     made = graph.tensor_producer[tensors]
     leaves = (made >= 0) & routed[np.maximum(made, 0)] & ~routed[readers] & (graph.op_phase[readers] != UPDATE)
-    sent = tuple(_ends(graph, min(ops), max(ops)) for ops in of_module.values())
-    return Experts(graph, held, routed, products, sent, np.unique(tensors[leaves]).astype(np.int64))
+    lists = {path: numbers for path, numbers in listed.values() if path in of_module}
+    around = tuple(f"{path.rpartition('.')[0]}." for path in lists if "." in path)
+    again = np.array([f"{path}.".startswith(around) for path in graph.op_module], dtype=bool)
+    again &= (graph.op_phase == FORWARD) & ~ahead
+    sent = []
+    for path, ops in of_module.items():
+        paths = [f"{path}.{number}." for number in lists.get(path, ())]
+        parts = [[op for op in ops if f"{graph.op_module[op]}.".startswith(each)] for each in paths] or [ops]
+        sent.append(_ends(graph, [part for part in parts if part]))
+    return Experts(graph, held, routed, again, products, tuple(sent), np.unique(tensors[leaves]).astype(np.int64))
 
 
-def _ends(graph: OpGraph, first: int, last: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns the first product of some experts with its input, and the last one with its output."""
-    read = graph.edge_tensor[(graph.consumers == first) & (graph.tensor_role[graph.edge_tensor] != PARAMETER)]
-    made = np.flatnonzero(graph.tensor_producer == last)
-    ahead, back = (int(values[np.argmax(graph.tensor_bytes[values])]) for values in (read, made))
-    return (first, ahead), (last, back)
+def _listed(graph: OpGraph) -> dict[int, tuple[str, tuple[str, ...]]]:
+    """Returns by parameter of an expert in a list the path of the list, and the numbers in it."""
+    names = {number: _LISTED.fullmatch(parameter.name) for number, parameter in enumerate(graph.parameters)}
+    found = {number: match for number, match in names.items() if match and "shared" not in match[1].rpartition(".")[2]}
+    members: dict[str, dict[str, None]] = {}
+    for match in found.values():
+        members.setdefault(match[1], {})[match[2]] = None
+    return {number: (match[1], tuple(members[match[1]])) for number, match in found.items()}
+
+
+def _ends(graph: OpGraph, parts: Sequence[Sequence[int]]) -> tuple[Sent, Sent]:
+    """Returns the input of the first product of experts, and the output of the last one; of several by those of one."""
+    ends = []
+    for part in parts:
+        read = graph.edge_tensor[(graph.consumers == min(part)) & (graph.tensor_role[graph.edge_tensor] != PARAMETER)]
+        made = np.flatnonzero(graph.tensor_producer == max(part))
+        ends.append([int(values[np.argmax(graph.tensor_bytes[values])]) for values in (read, made)])
+    whole = graph.tensor_bytes[np.array(ends)].sum(0) / np.maximum(graph.tensor_bytes[ends[0]], 1)
+    ops = min(parts[0]), max(parts[0])
+    ahead, back = (Sent(op, tensor, float(times)) for op, tensor, times in zip(ops, ends[0], whole, strict=True))
+    return ahead, back
 
 
 def _whole(graph: OpGraph) -> TensorLayout:

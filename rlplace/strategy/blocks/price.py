@@ -266,6 +266,7 @@ class PricedBlocks:
         if cut.expert == 1:
             return seconds
         rate = _SORTING * self._kinds[self.kinds[kind]].memory_bandwidth_bytes_per_s
+        seconds = np.where(self._experts.again, 2 * seconds, seconds)
         sorting: Floats = self._experts.sorted_bytes(self._at(cut).tensor_bytes) / rate
         return np.where(self._experts.routed, (seconds + sorting) * self._table.busiest(cut.expert), seconds)
 

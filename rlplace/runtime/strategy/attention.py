@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from rlplace.errors import InputError
 from rlplace.plan.strategy import GATHER, HEADS, ContextMethod
@@ -77,8 +77,9 @@ def attend_gathered(call: Call, part: Part, gather: Gather) -> torch.Tensor:
     made = []
     for start, rows in zip(part.starts(key.shape[-2]), call.query.chunk(2, -2), strict=True):
         end = start + rows.shape[-2]
-        with without_modes():
-            bias = causal_lower_right(rows.shape[-2], end)
+        with without_modes():  # whose own constructor would reserve eight bytes for every query and key
+            bias = torch.empty(0).as_subclass(CausalBias)
+            bias.__init__(CausalVariant.LOWER_RIGHT, rows.shape[-2], end)  # type: ignore[misc]
         made.append(attention(rows, key[..., :end, :], value[..., :end, :], bias, call.dropout, **call.how))
     return torch.cat(made, -2)
 

@@ -221,6 +221,13 @@ def test_what_mixes_positions_is_refused_by_values_and_by_ops(besides, unseen):
     assert besides or facts.positions == 8
 
 
+def test_a_million_positions_are_planned_without_a_mask_of_all():
+    model, _, _ = small_models.llama()
+    inputs = {name: torch.zeros(1, 1 << 20, dtype=torch.long, device="meta") for name in ("input_ids", "labels")}
+    facts = context_facts(model.to("meta"), inputs, Conduct(reduction=TARGETS, unseen="too large"))
+    assert (facts.no_context, facts.positions) == (None, 1 << 20)
+
+
 @pytest.mark.parametrize("unseen", [None, "too large"])
 def test_several_sequences_are_refused_as_such_where_they_are_as_long(unseen):
     model, inputs, _ = small_models.t5()

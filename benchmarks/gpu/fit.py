@@ -1,7 +1,8 @@
 """Fits op-time curves on the kernels that `python -m benchmarks.gpu` timed, and reports their error on kernels left out.
 
     python -m benchmarks.gpu.fit DIR --kind h200            error of the shipped curves, and of a fit on four fifths of the rest
-    python -m benchmarks.gpu.fit DIR --kind h200 --write    fits on all and writes them into rlplace/cost/shipped.cost.json
+    python -m benchmarks.gpu.fit DIR --kind h200 --write all    fits on all and writes them into rlplace/cost/shipped.cost.json;
+                                                            `--write attention/half` writes these curves alone
 
 Work is counted as the cost model counts it in a graph. Half precisions share a fit, and so do the directions of a product.
 """
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from benchmarks.harness import arguments, markdown, read_rows
 from rlplace.cluster.presets import KINDS, DeviceKind
+from rlplace.cost.calls import causal_share
 from rlplace.cost.curve import DIMS, Curve, kernel_seconds
 from rlplace.cost.foreign import SHIPPED, shipped_costs
 from rlplace.cost.scaled import CLASSES, datasheet_curve, find_curve, peak_of
@@ -38,6 +40,18 @@ TENSORS = {"add": (3, 0), "mul": (3, 0), "gelu": (2, 3), "silu": (2, 3), "relu":
            "layer_norm": (2, 5), "rms_norm": (2, 5), "embedding": (2, 2), "softmax": (2, 4.5),
            "adamw_foreach": (20, 0), "adamw_fused": (7, 0), "sgd_foreach": (3, 0)}  # fmt: skip
 """Tensors of the largest size that a forward and a backward move; with those that pricing adds for norms and softmax."""
+
+PUBLISHED_TOKENS, PUBLISHED_HIDDEN = 16384, 2048
+PUBLISHED_ATTENTION = {
+    ("forward", 128, True): (315, 410, 484, 518, 529, 539),
+    ("forward", 128, False): (497, 574, 617, 609, 600, 595),
+    ("forward", 64, False): (335, 373, 395, 408, 412, 413),
+    ("backward", 128, False): (305, 408, 465, 499, 518, 516),
+    ("backward", 64, False): (266, 348, 395),
+}
+"""TFLOP/s of cuDNN on an H100 SXM by direction, width of a head and causality, from 512 positions on, each twice the last;
+figures 5 and 6 of FlashAttention-3 (arXiv 2407.08608). torch runs cuDNN on Hopper since 2.10; the kernels timed on the H200 are
+too small to show what long sequences reach."""
 
 
 @dataclass(frozen=True)
@@ -60,34 +74,45 @@ def _stated(precision: str) -> str:
 
 
 def read(path: Path) -> list[Timed]:
-    """Returns the kernels of a file, but for updates so small that the host could not issue them in time."""
-    rows = [row for row in read_rows(path) if "failed" not in row]
+    """Returns the kernels of a file, but for attention under a mask and updates that the host could not issue in time."""
+    rows = [row for row in read_rows(path) if "failed" not in row and row["dims"].get("causal") != 2]
     rows = [row for row in rows if row["direction"] != "update" or row["dims"]["count"] > LEAST_UPDATE]
     return [timed_of(row) for row in rows if row["seconds"] > 1e-6]
 
 
 def in_steps(folder: Path) -> list[Timed]:
-    """Convolutions and attention as they ran inside the steps of five models.
+    """Convolutions as they ran inside the steps of five models.
 
-    Attention under a mask is left out: an exported graph reads it where a step without padding has none.
+    Attention was timed under the mask that an exported graph reads, where a step without padding has none.
     """
     found = []
     for path in sorted(folder.glob("*.measure.json")):
         for op in Measurement.load(path).ops:
-            if op.kind not in ("conv", "attention") or (op.kind == "attention" and path.name.startswith(("bert", "t5"))):
+            if op.kind != "conv":
                 continue
-            precision = "half" if op.dtype in BYTES else "tf32" if op.kind == "conv" else "float32"
+            precision = "half" if op.dtype in BYTES else "tf32"
             way = "forward" if op.direction == "forward" else "backward"
             item = CLASSES[op.kind]
             calls = item.backward_kernels if way == "backward" else item.kernels
-            dims, flops = dict(op.dims), op.flops
-            if dims.get("causal"):
-                flops *= 0.5 + 0.5 / dims["keys"]
-            align = math.gcd(8, dims["n"], dims["k"]) if op.kind == "conv" and {"n", "k"} <= dims.keys() else 8
+            dims = dict(op.dims)
+            align = math.gcd(8, dims["n"], dims["k"]) if {"n", "k"} <= dims.keys() else 8
             name = f"{path.name.partition('.')[0]} {op.target} {way}"
-            size = 0 if op.kind == "attention" else op.size_bytes
-            found.append(Timed((op.kind, precision, way), OpTiming(flops, size, op.seconds, calls, dims), name, align))
+            found.append(Timed((op.kind, precision, way), OpTiming(op.flops, op.size_bytes, op.seconds, calls, dims), name, align))
     return found
+
+
+def published_attention() -> list[Timed]:
+    """Attention in half precision as others timed it; a causal rate counts half of the scores."""
+    rows = []
+    for (way, width, causal), rates in PUBLISHED_ATTENTION.items():
+        for power, rate in enumerate(rates):
+            positions = 512 << power
+            flops = (10.0 if way == "backward" else 4.0) * PUBLISHED_TOKENS * positions * PUBLISHED_HIDDEN
+            seconds = (0.5 if causal else 1.0) * flops / (1e12 * rate)
+            flops *= float(causal_share(positions)) if causal else 1.0
+            timing = OpTiming(flops, 0.0, seconds, 3.0 if way == "backward" else 1.0)
+            rows.append(Timed(("attention", "half", way), timing, f"published {way}, width {width}, {positions} positions"))
+    return rows
 
 
 def sustained(folder: Path) -> list[Timed]:
@@ -137,7 +162,7 @@ def timed_of(row: Mapping[str, Any]) -> Timed:
         key, known = (op, precision, "backward" if back else "forward"), {"m": pixels, "n": dims["filters"], "k": k}
     elif op == "attention":
         one = dims["batch"] * dims["heads"] * dims["seq"] * dims["head_dim"]
-        flops = (10.0 if back else 4.0) * one * dims["seq"] * (0.5 + 0.5 / dims["seq"] if dims["causal"] == 1 else 1.0)
+        flops = (10.0 if back else 4.0) * one * dims["seq"] * (float(causal_share(dims["seq"])) if dims["causal"] else 1.0)
         calls, moved = (3.0 if back else 1.0), 0  # FLOPs decide; what a mask moves is for the prior
         key, known = (op, precision, "backward" if back else "forward"), {}
     else:
@@ -263,16 +288,20 @@ def report(rows: list[Timed], kind: DeviceKind) -> None:
 
 def main() -> None:
     """Reports errors, or fits and writes the curves of a kind."""
-    options = arguments(__doc__, "folder", kind=("h200", "of device", sorted(KINDS)), write="fit on all and write the curves")
+    options = arguments(__doc__, "folder", kind=("h200", "of device", sorted(KINDS)), write=("", "fit on all and write: all, or CLASS/PRECISION"))
     folder = Path(*options.folder)
     kind, long = KINDS[options.kind], sustained(folder)
     rows = read(folder / "kernels.jsonl") + in_steps(folder)
+    rows += published_attention() if options.kind == "h200" else []
     rows += [row for row in long if row.key[1] != "half"]
     if not options.write:
         report(rows, kind)
         return
     table = shipped_costs()
-    curves = write_halves(at_power_limit(fit(rows, kind, f"one {kind.name.upper()}"), long, kind))
+    found = at_power_limit(fit(rows, kind, f"one {kind.name.upper()}"), long, kind)
+    curves = write_halves({key: curve for key, curve in found.items() if options.write in ("all", "/".join(key[:2]))})
+    if options.write != "all":
+        curves = {**table.kinds[kind.name].curves, **curves}
     own = {**table.kinds, kind.name: KindCosts(curves)}
     CostTable(own, name=table.name, source=table.source).save(SHIPPED)
     print(f"wrote {SHIPPED}")

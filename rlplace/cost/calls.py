@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from rlplace.cost.curve import DIMS, DIRECTIONS
 from rlplace.cost.scaled import CLASSES
@@ -27,6 +27,9 @@ from rlplace.model.capture.optimizers import OPTIMIZERS
 from rlplace.model.graph.opgraph import BACKWARD, BACKWARD_WEIGHT, OP_KINDS, UPDATE, OpGraph
 
 PRODUCT_CLASSES = ("gemm", "bmm")
+
+CAUSAL_TILE = 128
+"""Positions a side of a tile of scores in fused attention."""
 
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1}
 _SIZES = tuple(name for name in DIMS if name not in ("flops", "bytes"))
@@ -124,6 +127,17 @@ def _batch_norms(op_target: tuple[str, ...]) -> NDArray[np.bool_]:
     return found
 
 
+def causal_share(keys: ArrayLike) -> NDArray[np.float64]:
+    """Returns the share of the score matrix that fused causal attention computes; a graph counts the whole matrix.
+
+    Tiles above the diagonal are skipped, those on it are computed whole (FlashAttention-2, section 3.1).
+
+    Args:
+        keys: Positions that are attended to [N], as many as queries.
+    """
+    return 0.5 + 0.5 * np.minimum(CAUSAL_TILE / np.maximum(np.asarray(keys, dtype=np.float64), 1.0), 1.0)
+
+
 def calls_of(graph: OpGraph, host: str = "eager") -> Calls:
     """Lists the kernels of all ops, vectorised; independent of the device.
 
@@ -139,8 +153,7 @@ def calls_of(graph: OpGraph, host: str = "eager") -> Calls:
     flops, size = graph.op_flops.astype(np.float64), graph.op_bytes.astype(np.float64)
     if host == "compiled":
         size = fused_traffic(graph)[0]
-    # Fused attention skips the tiles above the diagonal; a graph counts the whole score matrix.
-    flops = np.where(sizes["causal"] > 0, flops * (0.5 + 0.5 / np.maximum(sizes["keys"], 1.0)), flops)
+    flops = np.where(sizes["causal"] > 0, flops * causal_share(sizes["keys"]), flops)
     size = np.where(direction == 1, _backward_traffic(graph, kind, sizes) * size, size)
     # A batch norm reads its input twice, once for its statistics.
     twice = _batch_norms(graph.op_target) & (direction == 0)

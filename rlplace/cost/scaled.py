@@ -40,8 +40,9 @@ class OpClass:
 
 
 # Fractions of bandwidth: medians at 0.3 to 1 GB of the public kernel timings (elementwise 0.84, softmax 0.63, layer norm 0.6).
-# Batched products: 0.84 against 0.81 of peak above 1e12 FLOP, reached later. Fused attention: 0.6 to 0.7 of the plain product,
-# backward 0.86 of forward (63 % against 73 % of an A100's peak, FlashAttention-2). Optimizers run as multi-tensor kernels, so a
+# Batched products: 0.84 against 0.81 of peak above 1e12 FLOP, reached later. Fused attention: 0.6 to 0.75 of the plain product,
+# backward 0.86 of forward (63 % against 73 % of an A100's peak, FlashAttention-2; 595 TFLOP/s and 500 of cuDNN on an H100, head
+# width 128, figures 5 and 6 of FlashAttention-3, where products reach 790; from torch 2.10 on, cuDNN is what Hopper runs). Optimizers run as multi-tensor kernels, so a
 # parameter costs a small share of a launch.
 CLASSES: dict[str, OpClass] = {
     "gemm": OpClass(True, 1.0, 0.85, backward_kernels=2),
@@ -89,9 +90,6 @@ HALF_PRECISION_PRODUCT_S = 2e-6
 """Both half points of plain and batched products in half precision, beside the launch. 41 bf16 products of cuBLAS on an H100
 SXM, from 9 us to 10 ms, many of them bound by memory, are off by 6 % with these and 0.8 of the peak; with 16 and 30 us those
 below 30 us came out 57 % too slow (github.com/waynehacking8/blackwell-tensorcore-kernels, results/reference/deepgemm.txt)."""
-
-_HOPPER_ATTENTION = 0.46  # of the plain product: causal FlashAttention-2, 250 to 335 TFLOP/s from 2,048 to 16,384 positions
-_ATTENTION = dict.fromkeys(("h100", "h200", "h800", "gh200"), _HOPPER_ATTENTION)
 
 
 def tf32_classes(graph: OpGraph) -> Collection[str]:
@@ -141,8 +139,6 @@ def datasheet_curve(kind: DeviceKind, op: str, precision: str, direction: str) -
     """Returns a curve from the class constants and the numbers of the device kind."""
     item = CLASSES[op]
     efficiency = item.compute
-    if op == "attention":
-        efficiency = _ATTENTION.get(base_name(kind.name), efficiency)
     peak = peak_of(kind, precision)
     if op == "conv" and precision == "tf32":  # no slower than in float32, where its peak is hardly higher
         efficiency = max(TF32_CONVOLUTION, efficiency * kind.gemm_efficiency["float32"] * kind.peak_flops["float32"] / peak)

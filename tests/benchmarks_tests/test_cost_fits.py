@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fit_residual import fit_residual
-from benchmarks.gpu.fit import fit, in_steps, predict, read, sustained, write_halves
+from benchmarks.gpu.fit import fit, in_steps, predict, published_attention, read, sustained, write_halves
 from rlplace.cluster.presets import KINDS
 from rlplace.cost.foreign import shipped_costs
 from rlplace.measure.fit import fit_op_curve
@@ -52,3 +52,16 @@ def test_the_shipped_curves_are_those_of_the_rows():
     products = [row for row in rows if row.key == ("gemm", "half", "forward") and row.timing.seconds > 30e-6]
     errors = [abs(predict(theirs, row, H200) / row.timing.seconds - 1) for row in products]
     assert len(products) > 30 and np.mean(errors) < 0.2
+
+
+def test_attention_of_one_card_and_of_long_sequences_has_one_curve():
+    own = [row for row in read(ROWS / "kernels.jsonl") if row.key[:2] == ("attention", "half")]
+    assert len(own) > 20 and not any("causal=2" in row.name for row in own)  # under a mask another kernel runs
+    rows = own + published_attention()
+    found = write_halves(fit([row for row in rows if row.key[:2] == ("attention", "half")], H200, "one H200"))
+    shipped = shipped_costs().kinds["h200"].curves
+    for way, most in (("forward", 0.17), ("backward", 0.08)):
+        key = ("attention", "bfloat16", way)
+        assert found[key].compute_efficiency == pytest.approx(shipped[key].compute_efficiency, rel=0.02)
+        errors = [predict(shipped[key], row, H200) / row.timing.seconds - 1 for row in published_attention() if row.key[2] == way]
+        assert np.mean(np.abs(errors)) < most and abs(np.mean(errors)) < 0.05

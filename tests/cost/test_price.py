@@ -190,9 +190,10 @@ def test_causal_attention_computes_the_tiles_up_to_the_diagonal():
     builder = GraphBuilder()
     builder.op("a", [builder.input(64)], 64, kind="attention", flops=1e9)
     graph = builder.build()
-    for keys in (1, 4, 1000):
+    for tiles in (1, 2, 8, 31):
+        keys = 128 * tiles
         marked = dataclasses.replace(graph, op_dims={0: {"causal": 1, "heads": 1, "queries": keys, "keys": keys, "width": 1}})
-        assert calls_of(marked).flops.sum() == pytest.approx(1e9 * np.tril(np.ones((keys, keys))).mean())
+        assert calls_of(marked).flops.sum() == pytest.approx(1e9 * np.tril(np.ones((tiles, tiles))).mean())
 
 
 def test_source_and_group_contents():
@@ -274,13 +275,13 @@ def test_bad_arguments():
 
 
 def test_attention_under_a_mask_of_positions_is_priced_as_causal():
-    model = load_model("hf:gpt2,n_layer=1,n_embd=64,n_head=2,vocab_size=512", batch=2, seq=32)
+    model = load_model("hf:gpt2,n_layer=1,n_embd=64,n_head=2,vocab_size=512", batch=2, seq=512)
     graph = capture(model.module, model.example_inputs)
     op = next(op for op, kind in enumerate(graph.op_kind) if kind == "attention")
     assert "causal" not in graph.op_dims[op]  # the export has a mask in its place
     wide = dataclasses.replace(graph, op_flops=np.where(np.arange(graph.num_ops) == op, 1e12, graph.op_flops))
     times = kind_times(wide, Cluster.preset("a100-80g:2"), shipped_costs())["a100-80g"]
     full = explain_times(wide, KINDS["a100-80g"])
-    assert times.device_s[op] < 0.6 * full.device_s[op]
+    assert times.device_s[op] < 0.65 * full.device_s[op]
     others = np.delete(np.arange(graph.num_ops), op)
     assert (times.device_s[others] <= full.device_s[others]).all()

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.cluster.fabric import COLLECTIVES, Fabric, Phase, bus_factor, inside, line, phase_s, serves
-from rlplace.cluster.links import Links
+from rlplace.cluster.links import Wires
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.memoized import memoized
 
@@ -47,14 +47,14 @@ _Share = tuple[Fabric | None, tuple[int, ...]]  # a fabric with those of a group
 
 
 @overload
-def collective_s(links: Links, kind: str, devices: Sequence[int], size_bytes: float) -> float: ...
+def collective_s(links: Wires, kind: str, devices: Sequence[int], size_bytes: float) -> float: ...
 @overload
-def collective_s(links: Links, kind: str, devices: Sequence[int], size_bytes: NDArray) -> NDArray[np.float64]: ...
-def collective_s(links: Links, kind: str, devices: Sequence[int], size_bytes: float | NDArray) -> float | NDArray[np.float64]:
+def collective_s(links: Wires, kind: str, devices: Sequence[int], size_bytes: NDArray) -> NDArray[np.float64]: ...
+def collective_s(links: Wires, kind: str, devices: Sequence[int], size_bytes: float | NDArray) -> float | NDArray[np.float64]:
     """Returns seconds that a collective takes when its channels are free.
 
     Args:
-        links: Links of D devices.
+        links: Wires of D devices.
         kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"broadcast"`` or ``"all_to_all"``.
         devices: The devices that take part, distinct. The first is the root of a broadcast.
         size_bytes: The whole tensor: what each device holds before an all-reduce, reduce-scatter or all-to-all, and after an
@@ -78,14 +78,14 @@ def collective_s(links: Links, kind: str, devices: Sequence[int], size_bytes: fl
     return seconds if isinstance(size_bytes, np.ndarray) else float(seconds)
 
 
-def contention(links: Links, groups: Sequence[Sequence[int]]) -> float:
+def contention(links: Wires, groups: Sequence[Sequence[int]]) -> float:
     """Returns factor on the bytes that the channels of a collective carry when it runs in all these groups at once.
 
     1.0 where no two groups share a channel. A network card through which the rings of four groups pass carries four times the
     bytes of one. Channels inside a fabric belong to single devices, so that its groups do not slow each other.
 
     Args:
-        links: Links of D devices.
+        links: Wires of D devices.
         groups: Device numbers of groups of one size, each device in at most one of them.
 
     Returns:
@@ -104,39 +104,42 @@ def contention(links: Links, groups: Sequence[Sequence[int]]) -> float:
     return busiest_channel_s_per_byte(links, every) / alone if 0.0 < alone < math.inf else 1.0
 
 
-def meet(links: Links, groups: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> bool:
+def meet(links: Wires, groups: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> bool:
     """Returns whether rings of some groups and rings of others use a channel together: a network card, a port, a bus.
 
     Args:
-        links: Links of D devices.
+        links: Wires of D devices.
         groups: Device numbers of groups; those of one device use nothing.
         others: Device numbers of the other groups.
     """
-    channels = links.effective_channels
     used = []
     for several in (groups, others):
         rings = (_ring(links, _checked(links, group)) for group in several if len(group) > 1)
-        used.append({channel for ring in rings for i, j in hops_of(ring) for channel in channels[i][j]})
-    return not used[0].isdisjoint(used[1])
+        hops = [hop for ring in rings for hop in hops_of(ring)]
+        if not hops:
+            return False
+        used.append(np.unique(links.held(*zip(*hops, strict=True))))
+    shared = np.intersect1d(*used, assume_unique=True)
+    return bool((shared >= 0).any())
 
 
-def _ring_hops(links: Links, group: tuple[int, ...], parts: list[_Share]) -> list[tuple[int, int]]:
+def _ring_hops(links: Wires, group: tuple[int, ...], parts: list[_Share]) -> list[tuple[int, int]]:
     """Returns hops of the ring, of the rails where fabrics have equal shares; a group inside one fabric has its ring's."""
     inside_one = len(parts) == 1 and parts[0][0] is not None
     rings = _rails(parts) or [group if inside_one else _ring(links, group)]
     return [hop for ring in rings for hop in hops_of(ring)]
 
 
-def _checked(links: Links, devices: Sequence[int]) -> tuple[int, ...]:
+def _checked(links: Wires, devices: Sequence[int]) -> tuple[int, ...]:
     group = tuple(int(d) for d in devices)
-    count = len(links.latency_s)
-    if not group or len(set(group)) < len(group) or not all(0 <= d < count for d in group):
+    count = links.num_devices
+    if not group or len(set(group)) < len(group) or min(group) < 0 or max(group) >= count:
         raise InputError(f"collective: devices {show(list(devices))} are not distinct numbers in 0..{count - 1}")
     return group
 
 
 @memoized
-def _algorithms(links: Links, kind: str, group: tuple[int, ...]) -> tuple[_Algorithm, ...]:
+def _algorithms(links: Wires, kind: str, group: tuple[int, ...]) -> tuple[_Algorithm, ...]:
     parts = _parts(links, group)
     fabric = parts[0][0] if len(parts) == 1 else None
     if fabric is not None:
@@ -144,7 +147,7 @@ def _algorithms(links: Links, kind: str, group: tuple[int, ...]) -> tuple[_Algor
     return *_over_links(links, kind, group), *_across(links, kind, parts)
 
 
-def _parts(links: Links, group: tuple[int, ...]) -> list[_Share]:
+def _parts(links: Wires, group: tuple[int, ...]) -> list[_Share]:
     """Returns the group, divided into the shares of fabrics that can serve them; a device of no fabric is a share of its own.
 
     The smallest fabric that holds the whole group serves it, else each takes as many as it can.
@@ -175,7 +178,7 @@ def _parts(links: Links, group: tuple[int, ...]) -> list[_Share]:
 
 
 @memoized
-def _fabrics_of_device(links: Links) -> dict[int, tuple[int, ...]]:
+def _fabrics_of_device(links: Wires) -> dict[int, tuple[int, ...]]:
     """Returns numbers of the fabrics that join each device."""
     fabrics: dict[int, tuple[int, ...]] = {}
     for number, fabric in enumerate(links.fabrics):
@@ -184,20 +187,21 @@ def _fabrics_of_device(links: Links) -> dict[int, tuple[int, ...]]:
     return fabrics
 
 
-def _over_links(links: Links, kind: str, group: tuple[int, ...]) -> list[_Algorithm]:
+def _over_links(links: Wires, kind: str, group: tuple[int, ...]) -> list[_Algorithm]:
     """Returns the ring, and the tree where it can be quicker, over the pair matrices."""
     size = len(group)
     if kind == "all_to_all":
-        pairs = [(i, j) for i in group for j in group if i != j]
-        s_per_byte = busiest_channel_s_per_byte(links, pairs) / size
-        launch = max(float(links.latency_s[i, j]) for i, j in pairs)
+        senders, receivers = np.repeat(group, size), np.tile(group, size)
+        apart = senders != receivers
+        pairs = senders[apart], receivers[apart]
+        s_per_byte, launch = _busiest(links, *pairs) / size, float(links.rates(*pairs)[1].max())
         return [(line(launch * (1 + HOP_LATENCY_SHARE * (size - 2)), s_per_byte),)] if s_per_byte < math.inf else []
     hops = hops_of(_ring(links, group))
     s_per_byte = busiest_channel_s_per_byte(links, hops)
     if s_per_byte == math.inf:
         return []
-    launch = max(float(links.latency_s[i, j]) for i, j in hops)
-    hop = HOP_LATENCY_SHARE * float(np.mean([links.latency_s[i, j] for i, j in hops]))
+    late = links.rates(*zip(*hops, strict=True))[1]
+    launch, hop = float(late.max()), HOP_LATENCY_SHARE * float(np.mean(late))
     steps = rounds_of(kind) * (size - 1)
     algorithms: list[_Algorithm] = [(line(launch + (steps - 1) * hop, bus_factor(kind, size) * s_per_byte),)]
     if kind in ("all_reduce", "broadcast"):
@@ -214,7 +218,7 @@ def _rails(parts: list[_Share]) -> list[tuple[int, ...]]:
     return list(zip(*(members for _, members in parts), strict=True))
 
 
-def _across(links: Links, kind: str, parts: list[_Share]) -> list[_Algorithm]:
+def _across(links: Wires, kind: str, parts: list[_Share]) -> list[_Algorithm]:
     """Returns pipelined rails, and phases inside and across, where every fabric has an equal share of several devices."""
     rails = _rails(parts)
     share = len(parts[0][1])
@@ -225,7 +229,7 @@ def _across(links: Links, kind: str, parts: list[_Share]) -> list[_Algorithm]:
     s_per_byte = busiest_channel_s_per_byte(links, hops)
     if s_per_byte == math.inf:
         return []
-    launch = max(float(links.latency_s[i, j]) for i, j in hops)
+    launch = float(links.rates(*zip(*hops, strict=True))[1].max())
     hop = HOP_LATENCY_SHARE * launch
     steps = rounds_of(kind) * (hosts - 1)
     rail = line(launch + (steps - 1) * hop, bus_factor(kind, hosts) / share * s_per_byte)
@@ -253,18 +257,20 @@ def _pipelined(kind: str, parts: list[_Share], rail: Phase, size: int, rail_s_pe
 
 
 _EXACT_DEVICES = 8  # all orders of up to this many devices are tried
+_FOLLOWED_DEVICES = 256  # the fastest links are followed among so many at most
 
 
-def ring_order(links: Links, devices: Sequence[int]) -> tuple[int, ...]:
+def ring_order(links: Wires, devices: Sequence[int]) -> tuple[int, ...]:
     """Returns order in which a ring visits the devices: the slowest hop as fast as possible, then the least time over all hops.
 
-    Exact up to eight devices; beyond, the best of the given order and of following the fastest link from each of a few starts.
+    Exact up to eight devices; beyond, the best of the given order and of following the fastest link from each of a few starts;
+    beyond 256 the given order.
     """
     group = tuple(devices)
-    if len(group) < 3:
+    if not 3 <= len(group) <= _FOLLOWED_DEVICES:
         return group
     with np.errstate(divide="ignore"):
-        cost = 1.0 / links.bandwidth_bytes_per_s[np.ix_(group, group)]
+        cost = 1.0 / links.rates(*np.meshgrid(group, group, indexing="ij"))[0]
     if len(group) <= _EXACT_DEVICES:
         orders = _every_order(len(group))
     else:
@@ -307,16 +313,19 @@ def rounds_of(kind: str) -> int:
     return 2 if kind == "all_reduce" else 1
 
 
-def busiest_channel_s_per_byte(links: Links, pairs: Sequence[tuple[int, int]]) -> float:
-    """Returns seconds per byte of the busiest channel when every pair sends at once; inf without a link."""
-    busy: dict[int, float] = {}
-    slowest = 0.0
-    channels = links.effective_channels
-    for i, j in pairs:
-        rate = float(links.bandwidth_bytes_per_s[i, j])
-        if rate == 0.0:
-            return math.inf
-        slowest = max(slowest, 1.0 / rate)
-        for channel in channels[i][j]:
-            busy[channel] = busy.get(channel, 0.0) + 1.0 / rate
-    return max(slowest, *busy.values()) if busy else slowest
+def busiest_channel_s_per_byte(links: Wires, pairs: Sequence[tuple[int, int]]) -> float:
+    """Returns seconds per byte of the busiest channel when every pair sends at once; 0 without pairs, inf without a link."""
+    return _busiest(links, *np.array(pairs, dtype=np.int64).reshape(-1, 2).T)
+
+
+def _busiest(links: Wires, senders: NDArray[np.int64], receivers: NDArray[np.int64]) -> float:
+    rate = links.rates(senders, receivers)[0]
+    if not len(rate):
+        return 0.0
+    if not rate.all():
+        return math.inf
+    held = links.held(senders, receivers)
+    each = np.broadcast_to((1.0 / rate)[:, None], held.shape)[held >= 0]
+    channels, number = np.unique(held[held >= 0], return_inverse=True)
+    busy = np.bincount(number.ravel(), each, len(channels))
+    return float(max(busy.max(initial=0.0), (1.0 / rate).max()))

@@ -10,21 +10,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from itertools import product
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby, product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field, structs
 
 from rlplace.cluster.fabric import Fabric
-from rlplace.cluster.interconnect import Host, build_links, parse_network
-from rlplace.cluster.links import Device, Links, LinksTable
+from rlplace.cluster.host_links import HostLinks
+from rlplace.cluster.interconnect import Host, parse_network
+from rlplace.cluster.links import Device, Links, LinksTable, Wires
 from rlplace.cluster.parse import MAX_DEVICES, Cluster, default_devices, default_host
 from rlplace.cluster.presets import DeviceKind, find_kind, kind_names
 from rlplace.cluster.topology import Resource, Topology, TransferPath, lower
-from rlplace.errors import InputError, unknown_name
+from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import check_header, check_keys, read_text, write_text
 from rlplace.limits import CLUSTER_BYTES
 from rlplace.records import Bytes, Record, Text, build, plain
@@ -153,6 +155,8 @@ class _DeviceTable(Record, frozen=True):
         name: Unique.
         kind: A preset or a ``[[kind]]`` of the file; None: the device has all numbers of a kind itself.
         host: Number of its host.
+        count: So many devices that are alike; the number at the end of the name counts on.
+        each_host: Of several devices: how many are on a host before the next host has the others; None: all.
         memory_bytes: Capacity; None: that of the kind.
         reserved_bytes: Always in use; None: the kind's context, and communication buffers if there are several accelerators.
     """
@@ -162,6 +166,22 @@ class _DeviceTable(Record, frozen=True):
     host: Annotated[int, Meta(ge=0, lt=MAX_DEVICES)] = 0
     memory_bytes: Bytes | None = None
     reserved_bytes: Bytes | None = None
+    count: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] = 1
+    each_host: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None = None
+
+
+class _HostTable(Record, frozen=True):
+    """A ``[[host]]``: links of a host, or of several that are alike, in the order of their numbers.
+
+    Attributes:
+        inside: Fabric of the host.
+        network: Its network cards, as in `_Interconnect`.
+        count: So many hosts.
+    """
+
+    inside: Literal["nvlink", "pcie"]
+    network: Text
+    count: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] = 1
 
 
 class _ClusterFile(Record, frozen=True):
@@ -173,6 +193,7 @@ class _ClusterFile(Record, frozen=True):
         kind: Device kinds; those of presets are replaced for this file.
         links: Bandwidths and latencies of all pairs.
         interconnect: Changes of the links that kinds imply; excludes `links` and `topology`.
+        host: Links inside and between hosts, host by host; excludes the three above and below.
         topology: Resources and paths, from which links are computed; excludes `links`.
         fabric: Devices with one interconnect and the times of their collectives; None: those of the kinds.
         host_memory_bytes: Memory of each host, which offload may fill, by its number; 0: not known.
@@ -183,6 +204,7 @@ class _ClusterFile(Record, frozen=True):
     kind: tuple[dict[str, Any], ...] = ()
     links: LinksTable | None = None
     interconnect: _Interconnect | None = None
+    host: Annotated[tuple[_HostTable, ...], Meta(max_length=MAX_DEVICES)] | None = None
     topology: TopologyTable | None = None
     fabric: tuple[Fabric, ...] | None = None
     host_memory_bytes: tuple[Bytes, ...] = ()
@@ -222,7 +244,7 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
-    """Returns the cluster as plain data, in the order in which the file lists it."""
+    """Returns the cluster as plain data, in the order in which the file lists it; links by host where hosts imply them."""
     kinds = {kind.name: kind for kind in cluster.kinds}
     return {
         "format": FORMAT,
@@ -233,23 +255,61 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
             {key: dict(value) if isinstance(value, Mapping) else value for key, value in fields if value is not None}
             for fields in (structs.asdict(kind).items() for kind in kinds.values())
         ],
-        "device": [
-            {
-                "name": device.name,
-                "kind": device.kind,
-                "host": host,
-                "memory_bytes": device.memory_bytes,
-                "reserved_bytes": device.reserved_bytes,
-            }
-            for device, host in zip(cluster.devices, cluster.hosts, strict=True)
-        ],
-        "links": {
-            "bandwidth_bytes_per_s": cluster.links.bandwidth_bytes_per_s.tolist(),
-            "latency_s": cluster.links.latency_s.tolist(),
-            "channels": [[list(held) for held in row] for row in cluster.links.effective_channels],
-        },
-        "fabric": plain(cluster.links.fabrics),
+        "device": _device_runs(cluster),
+        **_links_data(cluster.links),
     }
+
+
+def _links_data(wires: Wires) -> dict[str, Any]:
+    if isinstance(wires, HostLinks) and wires.of_presets:
+        runs = [(host, len(list(alike))) for host, alike in groupby((host.fabric, str(host.network)) for host in wires.hosts)]
+        return {"host": [{"inside": inside, "network": network, "count": count} for (inside, network), count in runs]}
+    links = wires.whole
+    matrices = {
+        "bandwidth_bytes_per_s": links.bandwidth_bytes_per_s.tolist(),
+        "latency_s": links.latency_s.tolist(),
+        "channels": [[list(held) for held in row] for row in links.effective_channels],
+    }
+    return {"links": matrices, "fabric": plain(links.fabrics)}
+
+
+def _device_runs(cluster: Cluster) -> list[dict[str, Any]]:
+    """Returns the devices, those in one entry that `_expanded` makes of it."""
+    runs: list[dict[str, Any]] = []
+    alike, each, name = None, 0, ("", 0)
+    for device, host in zip(cluster.devices, cluster.hosts, strict=True):
+        own = device.kind, device.memory_bytes, device.reserved_bytes
+        run = runs[-1] if runs else {}
+        if own == alike and device.name == f"{name[0]}{name[1] + run['count']}":
+            begun = host - run["host"]
+            each = each or (run["count"] if begun == 1 else 0)  # devices of the first host, once it is full
+            if begun == (run["count"] // each if each else 0):
+                run["count"] += 1
+                if begun:
+                    run["each_host"] = each
+                continue
+        digits = re.search(r"(?:0|[1-9][0-9]{0,5})$", device.name)
+        number = digits[0] if digits else ""
+        name, alike, each = (device.name[: len(device.name) - len(number)], int(number or -MAX_DEVICES)), own, 0
+        memory = {"memory_bytes": device.memory_bytes, "reserved_bytes": device.reserved_bytes}
+        runs.append({"name": device.name, "kind": device.kind, "host": host, **memory, "count": 1})
+    return [{key: value for key, value in run.items() if (key, value) != ("count", 1)} for run in runs]
+
+
+def _expanded(item: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Returns an entry for each of the devices of a ``[[device]]``."""
+    count, each, name, host = item.get("count", 1), item.get("each_host"), item.get("name"), item.get("host", 0)
+    sizes = [value for value in (count, host, each) if value is not None]
+    if count == 1 or not isinstance(name, str) or not all(type(size) is int and 0 <= size <= MAX_DEVICES for size in sizes):
+        return [dict(item)]  # the entry itself is refused where it is wrong
+    digits = re.search(r"[0-9]{1,6}$", name)
+    if digits is None:
+        raise InputError(f"{where}.name: {show(name)} needs a number at its end, for {count} devices count on from it")
+    own, prefix = {key: value for key, value in item.items() if key not in ("count", "each_host")}, name[: digits.start()]
+    return [
+        {**own, "name": f"{prefix}{int(digits[0]) + number}", "host": host + (number // each if each else 0)}
+        for number in range(count)
+    ]
 
 
 def _parse(data: dict[str, Any], path: str) -> Cluster:
@@ -260,7 +320,10 @@ def _parse(data: dict[str, Any], path: str) -> Cluster:
         if kind.name in kinds:
             raise InputError(f"kind[{index}]: kind {kind.name[:80]!r} is defined twice")
         kinds[kind.name] = kind
-    entries = [_device(item, f"device[{index}]", kinds) for index, item in enumerate(file.device)]
+    given = [(index, one) for index, item in enumerate(file.device) for one in _expanded(item, f"device[{index}]")]
+    if len(given) > MAX_DEVICES:
+        raise InputError(f"device: {len(given)} devices; a cluster has 1 to {MAX_DEVICES}")
+    entries = [_device(item, f"device[{index}]", kinds) for index, item in given]
     device_kinds, hosts = [kind for _, kind in entries], tuple(entry.host for entry, _ in entries)
     devices = tuple(
         Device(
@@ -271,17 +334,20 @@ def _parse(data: dict[str, Any], path: str) -> Cluster:
         )
         for (entry, _), device in zip(entries, default_devices(device_kinds), strict=True)
     )
-    link_keys = [key for key in ("links", "interconnect", "topology") if key in data]
+    link_keys = [key for key in ("links", "interconnect", "host", "topology") if key in data]
     if len(link_keys) > 1:
         raise InputError(f"cluster: give either [{link_keys[0]}] or [{link_keys[1]}], not both")
+    links: Wires
     if file.links is not None:
         links = file.links.links()
     elif file.topology is not None:
         links = topology_links(file.topology, [device.name for device in devices])
+    elif file.host is not None:
+        links = _host_links(device_kinds, hosts, file.host)
     else:
         links = _rule_links(device_kinds, hosts, file.interconnect or _Interconnect())
     if file.fabric is not None:
-        links = dataclasses.replace(links, fabrics=file.fabric)
+        links = dataclasses.replace(links.whole, fabrics=file.fabric)
     return Cluster(file.name or Path(path).stem, devices, tuple(device_kinds), links, hosts, path, file.host_memory_bytes)
 
 
@@ -320,14 +386,21 @@ def _device(item: Mapping[str, Any], where: str, kinds: Mapping[str, DeviceKind]
     return entry, _kind({"name": f"{entry.kind}/{entry.name}", "kind": entry.kind, **own}, where, kinds, base_key="kind")
 
 
-def _rule_links(kinds: list[DeviceKind], hosts: tuple[int, ...], chosen: _Interconnect) -> Links:
+def _host_links(kinds: list[DeviceKind], hosts: tuple[int, ...], tables: Sequence[_HostTable]) -> HostLinks:
+    given = [Host(table.inside, parse_network(table.network)) for table in tables for _ in range(table.count)]
+    if len(given) != max(hosts) + 1:
+        raise InputError(f"host: links of {len(given)} hosts for devices on {max(hosts) + 1}; give those of each, in order")
+    return HostLinks(kinds, hosts, given)
+
+
+def _rule_links(kinds: list[DeviceKind], hosts: tuple[int, ...], chosen: _Interconnect) -> HostLinks:
     by_host: dict[int, Host] = {}
     for kind, host in zip(kinds, hosts, strict=True):
         if host not in by_host or not kind.host_processor:
             by_host[host] = default_host(kind)
     network = None if chosen.network is None else parse_network(chosen.network)
     table = [by_host.get(number, Host("pcie", parse_network("eth=25g"))) for number in range(max(hosts) + 1)]
-    return build_links(kinds, hosts, [Host(chosen.inside or host.fabric, network or host.network) for host in table])
+    return HostLinks(kinds, hosts, [Host(chosen.inside or host.fabric, network or host.network) for host in table])
 
 
 def _lines(table: Mapping[str, Any], path: str = "", *, row_by_row: bool = False) -> Iterator[str]:

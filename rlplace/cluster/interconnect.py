@@ -7,18 +7,15 @@ copies are staged through it. Between hosts: one or several network cards. `rlpl
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlplace.cluster.fabric import Fabric
-from rlplace.cluster.links import Links
 from rlplace.cluster.presets import FAMILIES, DeviceKind
-from rlplace.cluster.topology import Resource, Topology, TransferPath, lower
+from rlplace.cluster.topology import Resource, Topology, TransferPath
 from rlplace.errors import InputError
-from rlplace.files import without_collections
 
 # Usable bytes per second of PCIe x16, one direction: gen 5 measured 55 of 63 GB/s, 88 %; the others in proportion.
 PCIE_BYTES_PER_S = {3: 12e9, 4: 26e9, 5: 55e9}
@@ -58,6 +55,10 @@ class Network:
     bits_per_s: float
     cards: int = 1
 
+    def __str__(self) -> str:
+        cards = f"{self.cards}x" if self.cards > 1 else ""
+        return f"{self.technology}={cards}{self.bits_per_s / 1e9:g}g"
+
     @property
     def bytes_per_s(self) -> float:
         """Usable bytes per second of one card in one direction."""
@@ -87,22 +88,15 @@ class Host:
     memory_bytes: int = 0
 
 
-def build_links(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host]) -> Links:
-    """Builds the bandwidths, latencies, channels and fabrics of a cluster.
+def build_topology(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host]) -> Topology:
+    """Returns the resources of these hosts and a path for every ordered pair of devices.
 
     Args:
         kinds: D device kinds.
         host_of: D host numbers.
         hosts: Interconnect of each host.
     """
-    with without_collections():
-        links = lower(build_topology(kinds, host_of, hosts))
-    return dataclasses.replace(links, fabrics=build_fabrics(kinds, host_of, hosts))
-
-
-def build_topology(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host]) -> Topology:
-    """Returns the resources of these hosts and a path for every ordered pair of devices; arguments as in `build_links`."""
-    builder = _Builder(kinds, host_of, hosts)
+    builder = PathBuilder(kinds, host_of, hosts)
     count = len(kinds)
     paths = {(i, j): builder.path(i, j) for i in range(count) for j in range(count) if i != j}
     return Topology(count, tuple(builder.resources), paths)
@@ -138,29 +132,41 @@ def _slots(kinds: Sequence[DeviceKind], host_of: Sequence[int], num_hosts: int) 
     return slots, filled
 
 
-class _Builder:
+def positions(host_of: Sequence[int]) -> list[int]:
+    """Returns the position of each device among those of its host, processors included."""
+    found, filled = [], dict.fromkeys(host_of, 0)
+    for host in host_of:
+        found.append(filled[host])
+        filled[host] += 1
+    return found
+
+
+class PathBuilder:
     """Paths between devices, and the resources that they need, each made on first use."""
 
     def __init__(self, kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host]) -> None:
         self.kinds, self.host_of, self.hosts = kinds, host_of, hosts
         self.slots, self.filled = _slots(kinds, host_of, len(hosts))
+        self.local = positions(host_of)
         self.resources: list[Resource] = []
-        self.numbers: dict[str, int] = {}
+        self.numbers: dict[tuple[int, str], int] = {}
         self.halves: dict[tuple[str, int], tuple[int, ...]] = {}
 
-    def resource(self, name: str, bytes_per_s: float) -> int:
-        if name not in self.numbers:
-            self.numbers[name] = len(self.resources)
-            self.resources.append(Resource(name, bytes_per_s))
-        return self.numbers[name]
+    def resource(self, host: int, name: str, bytes_per_s: float) -> int:
+        """Returns the number of a resource of a host; hosts that are alike have resources of the same names."""
+        if (host, name) not in self.numbers:
+            self.numbers[host, name] = len(self.resources)
+            self.resources.append(Resource(f"{name} of host {host}", bytes_per_s))
+        return self.numbers[host, name]
 
     def path(self, i: int, j: int) -> TransferPath:
         if self.host_of[i] != self.host_of[j]:
             return self.network(i, j)
         a, b = self.kinds[i], self.kinds[j]
         if a.host_processor and b.host_processor:
-            over = (self.resource(f"copy out {i}", CPU_BYTES_PER_S), self.resource(f"copy in {j}", CPU_BYTES_PER_S))
-            return TransferPath(over, CPU_LATENCY_S)
+            ends = (("out", i), ("in", j))
+            over = [self.resource(self.host_of[d], f"copy {way} {self.local[d]}", CPU_BYTES_PER_S) for way, d in ends]
+            return TransferPath(tuple(over), CPU_LATENCY_S)
         return self.nvlink(i, j) or self.pcie(i, j)
 
     def nvlink(self, i: int, j: int) -> TransferPath | None:
@@ -172,12 +178,13 @@ class _Builder:
         if fabric == "cube" and self.filled[host] > len(_CUBE):
             rate, fabric = 6 * rate, "switch"  # sixteen V100 in one host sit on a switch with six links each
         if fabric == "switch":
-            ends = (self.resource(f"nvlink out {i}", rate), self.resource(f"nvlink in {j}", rate))
-            return TransferPath((ends[0], self.resource(f"nvswitch {host}", math.inf), ends[1]), NVLINK_LATENCY_S)
+            ends = [self.resource(host, f"nvlink {way} {self.local[d]}", rate) for way, d in (("out", i), ("in", j))]
+            return TransferPath((ends[0], self.resource(host, "nvswitch", math.inf), ends[1]), NVLINK_LATENCY_S)
         width = _CUBE[self.slots[i]][self.slots[j]] if fabric == "cube" else 1
         if width == 0:
             return None
-        over = (self.resource(f"link out {i}-{j}", width * rate), self.resource(f"link in {i}-{j}", width * rate))
+        pair = f"{self.local[i]}-{self.local[j]}"
+        over = tuple(self.resource(host, f"link {way} {pair}", width * rate) for way in ("out", "in"))
         return TransferPath(over, NVLINK_LATENCY_S)
 
     def pcie(self, i: int, j: int) -> TransferPath:
@@ -191,9 +198,9 @@ class _Builder:
             over += self.uplink("out", i)
         staged = not (a.host_processor or b.host_processor or (a.pcie_peer and b.pcie_peer))
         if staged:
-            over += [self.resource(f"memory {host}.{socket}", HOST_MEMORY_BYTES_PER_S) for socket in sockets]
+            over += [self.resource(host, f"memory {socket}", HOST_MEMORY_BYTES_PER_S) for socket in sockets]
         if sockets[0] != sockets[-1]:  # a host processor is on all sockets
-            bus = self.resource(f"sockets {host}.{sockets[0]}-{sockets[1]}", SOCKET_BYTES_PER_S[generation])
+            bus = self.resource(host, f"sockets {sockets[0]}-{sockets[1]}", SOCKET_BYTES_PER_S[generation])
             over.insert(len(over) - staged, bus)
         if switches[0] != switches[1]:
             over += self.uplink("in", j)
@@ -213,16 +220,16 @@ class _Builder:
         return self.halves[way, device]
 
     def port(self, way: str, device: int) -> int:
-        kind = self.kinds[device]
+        kind, host, local = self.kinds[device], self.host_of[device], self.local[device]
         if kind.host_processor:
-            return self.resource(f"memory {way} {device}", HOST_MEMORY_BYTES_PER_S)
-        return self.resource(f"pcie {way} {device}", PCIE_BYTES_PER_S[kind.pcie_generation])
+            return self.resource(host, f"processor {way} {local}", HOST_MEMORY_BYTES_PER_S)
+        return self.resource(host, f"pcie {way} {local}", PCIE_BYTES_PER_S[kind.pcie_generation])
 
     def card(self, way: str, device: int) -> int:
         host = self.host_of[device]
         network = self.hosts[host].network
         number = min(self.slots[device] * network.cards // max(1, self.filled[host]), network.cards - 1)
-        return self.resource(f"nic {way} {host}.{number}", network.bytes_per_s)
+        return self.resource(host, f"nic {way} {number}", network.bytes_per_s)
 
     def to_card(self, way: str, device: int) -> list[int]:
         host, share = self.host_of[device], self.kinds[device].pcie_per_switch
@@ -235,7 +242,7 @@ class _Builder:
         if kind.host_processor or kind.pcie_per_switch == 1:
             return []
         rate = PCIE_BYTES_PER_S[kind.pcie_generation]
-        return [self.resource(f"uplink {way} {self.host_of[device]}.{self.slots[device] // kind.pcie_per_switch}", rate)]
+        return [self.resource(self.host_of[device], f"uplink {way} {self.switch(device)}", rate)]
 
     def switch(self, device: int) -> int:
         kind = self.kinds[device]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from rlplace.cluster.fabric import Fabric, check_fabrics
 from rlplace.errors import InputError
@@ -21,9 +21,11 @@ Channels = tuple[tuple[tuple[int, ...], ...], ...]
 MAX_SECONDS = 1e9
 MIN_BANDWIDTH = 1e-3
 MAX_CHANNEL = 1 << 20
+MAX_WRITTEN = 1024
+"""Devices whose pairs are written out as matrices."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Device:
     """One device of a problem.
 
@@ -54,6 +56,35 @@ was asked of it is a few per cent in most steps (docs/cost-model/accuracy.md, Me
 def fullness(share: float | None) -> str:
     """Returns how full a device is in a word: "roomy", "tight" or "full"; without a limit it is roomy."""
     return "roomy" if share is None or share < TIGHT else "tight" if share < FULL else "full"
+
+
+class Wires(Protocol):
+    """Links as collectives and strategies see them: `Links`, or those of hosts (`rlplace.cluster.host_links`)."""
+
+    @property
+    def num_devices(self) -> int:
+        """D."""
+
+    @property
+    def fabrics(self) -> tuple[Fabric, ...]:
+        """Devices joined by one interconnect, with the times of their collectives."""
+
+    @property
+    def whole(self) -> Links:
+        """All pairs, as matrices.
+
+        Raises:
+            InputError: There are too many devices for that.
+        """
+
+    def rates(self, senders: ArrayLike, receivers: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Returns bytes per second and latency in seconds of P pairs of devices, float64 [P] each; 0 bytes without a link."""
+
+    def held(self, senders: ArrayLike, receivers: ArrayLike) -> NDArray[np.int64]:
+        """Returns the channels that a transfer of each of P pairs holds, int64 [P, K]; -1 past the last."""
+
+    def quicker(self, factor: float) -> Wires:
+        """Returns all links with their bandwidth multiplied; latencies stay."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +138,34 @@ class Links:
             return self.channels
         count = len(self.latency_s)
         return tuple(tuple((i * count + j,) if i != j else () for j in range(count)) for i in range(count))
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.latency_s)
+
+    @property
+    def whole(self) -> Links:
+        """All pairs, as matrices: these."""
+        return self
+
+    def rates(self, senders: ArrayLike, receivers: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Returns bytes per second and latency of pairs, see `Wires.rates`."""
+        i, j = np.asarray(senders, dtype=np.int64), np.asarray(receivers, dtype=np.int64)
+        return self.bandwidth_bytes_per_s[i, j], self.latency_s[i, j]
+
+    def held(self, senders: ArrayLike, receivers: ArrayLike) -> NDArray[np.int64]:
+        """Returns the channels of pairs, see `Wires.held`."""
+        channels, pairs = self.effective_channels, zip(np.ravel(senders).tolist(), np.ravel(receivers).tolist(), strict=True)
+        rows = [channels[i][j] for i, j in pairs]
+        found = np.full((len(rows), max(map(len, rows), default=0)), -1)
+        for row, own in zip(found, rows, strict=True):
+            row[: len(own)] = own
+        return found
+
+    def quicker(self, factor: float) -> Links:
+        """Returns all links with their bandwidth multiplied; latencies stay."""
+        fabrics = tuple(fabric.quicker(factor) for fabric in self.fabrics)
+        return replace(self, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * factor, fabrics=fabrics)
 
     def transfer_s(self, source: int, destination: int, size_bytes: int) -> float:
         """Returns seconds that `size_bytes` take from one device to another, without waiting; inf where no link exists."""

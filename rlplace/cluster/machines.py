@@ -162,7 +162,7 @@ def cluster_from(times: LinkTimes) -> Cluster:
     drawn = assemble(kinds, host_of, hosts, name=title)
     latency, bandwidth, _ = fit_pairs(times)
     links = dataclasses.replace(
-        drawn.links, bandwidth_bytes_per_s=bandwidth, latency_s=latency, fabrics=fabrics_from(times, host_of)
+        drawn.links.whole, bandwidth_bytes_per_s=bandwidth, latency_s=latency, fabrics=fabrics_from(times, host_of)
     )
     return dataclasses.replace(drawn, links=links)
 

@@ -17,17 +17,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from rlplace.cluster.interconnect import Host, build_links, parse_network
-from rlplace.cluster.links import Device, Links
+from rlplace.cluster.host_links import HostLinks
+from rlplace.cluster.interconnect import Host, parse_network
+from rlplace.cluster.links import Device, Links, Wires
 from rlplace.cluster.presets import DeviceKind, find_kind, kind_names
 from rlplace.errors import InputError, show, unknown_name
-from rlplace.files import fingerprint
+from rlplace.files import fingerprint, without_collections
 from rlplace.limits import MAX_BYTES
 from rlplace.records import check
 from rlplace.text import bytes_text
 
-MAX_DEVICES = 1024
-"""Devices that one cluster may have; the link matrices grow with the square."""
+MAX_DEVICES = 131072
+"""Devices that one cluster may have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +48,7 @@ class Cluster:
     name: str
     devices: tuple[Device, ...]
     kinds: tuple[DeviceKind, ...]
-    links: Links
+    links: Wires
     hosts: tuple[int, ...]
     text: str | None = None
     host_memory_bytes: tuple[int, ...] = ()
@@ -82,7 +83,7 @@ class Cluster:
 
     def to_problem_devices(self) -> tuple[tuple[Device, ...], Links]:
         """Returns devices and links as a `Problem` takes them."""
-        return self.devices, self.links
+        return self.devices, self.links.whole
 
     def host_over_bytes(self, used_bytes: Sequence[float]) -> float:
         """Returns bytes over the memory of hosts, summed over them, of what each holds."""
@@ -121,12 +122,13 @@ def check_cluster(cluster: Cluster) -> None:
         raise InputError(f"cluster: {count} devices; a cluster has 1 to {MAX_DEVICES}")
     if len(cluster.kinds) != count or len(cluster.hosts) != count:
         raise InputError("cluster: kinds and hosts must be given for every device")
-    seen: set[str] = set()
-    for device, kind in zip(cluster.devices, cluster.kinds, strict=True):
+    names = Counter(device.name for device in cluster.devices)
+    if len(names) < count or "" in names:
+        raise InputError(f"cluster: device {max(names, key=names.__getitem__)[:80]!r}: names must be unique and not empty")
+    pairs = zip(cluster.devices, cluster.kinds, strict=True)
+    alike = {(d.kind, d.memory_bytes, d.reserved_bytes, id(kind)): (d, kind) for d, kind in pairs}
+    for device, kind in alike.values():
         where = f"cluster: device {device.name[:80]!r}"
-        if not device.name or device.name in seen:
-            raise InputError(f"{where}: names must be unique and not empty")
-        seen.add(device.name)
         if device.kind != kind.name:
             raise InputError(f"{where}: kind {device.kind!r} does not match {kind.name!r}")
         if device.memory_bytes is None or not 0 < device.memory_bytes <= MAX_BYTES:
@@ -135,7 +137,7 @@ def check_cluster(cluster: Cluster) -> None:
             raise InputError(f"{where}: reserved_bytes {device.reserved_bytes} is outside 0..{device.memory_bytes}")
     for kind in {id(kind): kind for kind in cluster.kinds}.values():
         check(DeviceKind, kind, f"cluster: kind {kind.name[:80]!r}")
-    if any(not 0 <= host < MAX_DEVICES for host in cluster.hosts):
+    if not 0 <= min(cluster.hosts) <= max(cluster.hosts) < MAX_DEVICES:
         raise InputError(f"cluster: host numbers must be in 0..{MAX_DEVICES - 1}")
     if cluster.host_memory_bytes and len(cluster.host_memory_bytes) != max(cluster.hosts) + 1:
         given = len(cluster.host_memory_bytes)
@@ -143,8 +145,8 @@ def check_cluster(cluster: Cluster) -> None:
             f"cluster: host_memory_bytes has {given} entries for {max(cluster.hosts) + 1} hosts; give one each, 0 where it is "
             "not known"
         )
-    if len(cluster.links.latency_s) != count:
-        raise InputError(f"cluster: links are of {len(cluster.links.latency_s)} devices, the cluster has {count}")
+    if cluster.links.num_devices != count:
+        raise InputError(f"cluster: links are of {cluster.links.num_devices} devices, the cluster has {count}")
 
 
 _COUNT = re.compile(r"(?:(\d{1,6})x)?(\d{1,6})", re.IGNORECASE)
@@ -205,7 +207,8 @@ def _preset(text: str) -> Cluster:
                 hosts.append(host)
             kinds += [kind] * count
             host_of += [number] * count
-    return assemble(kinds, host_of, hosts, name=text, text=text)
+    with without_collections():
+        return assemble(kinds, host_of, hosts, name=text, text=text)
 
 
 def assemble(
@@ -216,7 +219,7 @@ def assemble(
     Accelerators are named ``gpu0``, ``gpu1``, ... and processors ``cpu0``, ...; communication buffers are reserved on every
     accelerator as soon as there are two.
     """
-    devices, links = tuple(default_devices(kinds)), build_links(kinds, host_of, hosts)
+    devices, links = tuple(default_devices(kinds)), HostLinks(kinds, host_of, hosts)
     memory = tuple(host.memory_bytes for host in hosts[: max(host_of) + 1])
     return Cluster(name, devices, tuple(kinds), links, tuple(host_of), text, memory if any(memory) else ())
 
@@ -225,11 +228,13 @@ def default_devices(kinds: Sequence[DeviceKind]) -> list[Device]:
     """Returns devices of these kinds, with names by number and the memory that their kinds reserve."""
     several = sum(not kind.host_processor for kind in kinds) > 1
     numbers = {"gpu": itertools.count(), "cpu": itertools.count()}
-    devices = []
-    for kind in kinds:
-        prefix = "cpu" if kind.host_processor else "gpu"
+    devices: list[Device] = []
+    for _, run in itertools.groupby(kinds, key=id):
+        alike = list(run)
+        kind, prefix = alike[0], "cpu" if alike[0].host_processor else "gpu"
+        memory, name = kind.memory_bytes, kind.name
         reserved = kind.reserved_bytes + (kind.communication_bytes if several and not kind.host_processor else 0)
-        devices.append(Device(f"{prefix}{next(numbers[prefix])}", kind.memory_bytes, reserved, kind.name))
+        devices += [Device(f"{prefix}{next(numbers[prefix])}", memory, reserved, name) for _ in alike]
     return devices
 
 

@@ -27,6 +27,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from rlplace.cluster.fabric import Fabric
 from rlplace.cluster.links import Links
 from rlplace.records import Record, Text
 
@@ -77,6 +78,53 @@ class Topology:
     paths: Mapping[tuple[int, int], TransferPath]
 
 
+class Lowered(NamedTuple):
+    """P ordered pairs of devices with a path over at most K of R resources, and how these are shared.
+
+    Attributes:
+        pairs: int [P, 2], in order.
+        over: int [P, K], resources in order; -1 past the end.
+        rate: float64 [P], bytes per second.
+        late: float64 [P], seconds before the first byte.
+        width: int [R + 1], lanes of each resource; resource R is past the end.
+        by_receiver: bool [R + 1], whether the receiver of a transfer chooses its lane, or its sender.
+        position: int [P, K], the number of the choosing device among those that use the resource.
+        kept: bool [P, K], whether the lane becomes a channel.
+    """
+
+    pairs: NDArray[np.int64]
+    over: NDArray[np.int64]
+    rate: NDArray[np.float64]
+    late: NDArray[np.float64]
+    width: NDArray[np.int64]
+    by_receiver: NDArray[np.bool_]
+    position: NDArray[np.int64]
+    kept: NDArray[np.bool_]
+
+
+def lowered(topology: Topology, further: NDArray[np.int64] | None = None) -> Lowered:
+    """Divides the resources of a topology with at least one path among lanes; see the module docstring.
+
+    Args:
+        topology: Resources and paths.
+        further: int [2, R + 1], senders and receivers that use each resource beside the devices of the topology, which stand
+            for them; None: there are no more.
+    """
+    pairs, paths, over, crossings = _incidence(topology)
+    # resource -1 is past the end of a shorter path: it neither limits nor delays
+    capacity = np.array([*(resource.bytes_per_s for resource in topology.resources), math.inf])
+    delay = np.array([*(resource.latency_s for resource in topology.resources), 0.0])
+    rate = np.array([path.efficiency for path in paths]) * capacity[over].min(axis=1)
+    rate = np.minimum(rate, (capacity[over] / crossings).min(axis=1))
+    late = np.array([path.latency_s for path in paths]) + delay[over].sum(axis=1)
+    users = np.zeros((2, len(capacity)), dtype=np.int64) if further is None else further
+    width, by_receiver, position, choosers = _lanes(pairs, over, capacity, rate[:, None] * crossings, users)
+    rate = np.minimum(rate, (capacity / width)[over].min(axis=1, where=width[over] > 1, initial=math.inf))
+    slowest = (capacity[over] / crossings).argmin(axis=1)
+    kept = _kept(over, np.isfinite(capacity), slowest, width, position, choosers)
+    return Lowered(pairs, over, rate, late, width, by_receiver, position, kept)
+
+
 def lower(topology: Topology) -> Links:
     """Computes bandwidth, latency and channels of every ordered pair; see the module docstring.
 
@@ -84,31 +132,48 @@ def lower(topology: Topology) -> Links:
         Links of D devices, without fabrics.
     """
     count = topology.num_devices
+    if not topology.paths:
+        return Links(np.zeros((count, count)), np.zeros((count, count)), (((),) * count,) * count)
+    found = lowered(topology)
+    key = found.over * MAX_LANES + found.position % found.width[found.over]
+    return written_links(count, found.pairs, found.rate, found.late, np.where(found.kept, key, -1))
+
+
+def written_links(
+    count: int,
+    pairs: NDArray[np.int64],
+    rate: NDArray[np.float64],
+    late: NDArray[np.float64],
+    key: NDArray[np.int64],
+    fabrics: tuple[Fabric, ...] = (),
+) -> Links:
+    """Writes links of pairs out as matrices of devices by devices.
+
+    Args:
+        count: D devices.
+        pairs: int [P, 2], in order.
+        rate: float64 [P], bytes per second.
+        late: float64 [P], seconds.
+        key: int [P, K], what each pair holds, by any numbers; -1: nothing. Channels are numbered in order of first use.
+        fabrics: Of the devices.
+    """
     bandwidth, latency = np.zeros((count, count)), np.zeros((count, count))
     rows: list[list[tuple[int, ...]]] = [[()] * count for _ in range(count)]
-    if topology.paths:
-        pairs, paths, over, crossings = _incidence(topology)
-        # resource -1 is past the end of a shorter path: it neither limits nor delays
-        capacity = np.array([*(resource.bytes_per_s for resource in topology.resources), math.inf])
-        delay = np.array([*(resource.latency_s for resource in topology.resources), 0.0])
-        rate = np.array([path.efficiency for path in paths]) * capacity[over].min(axis=1)
-        rate = np.minimum(rate, (capacity[over] / crossings).min(axis=1))
-        late = np.array([path.latency_s for path in paths])
-        width, position = _lanes(pairs, over, capacity, rate[:, None] * crossings)
-        rate = np.minimum(rate, (capacity / width)[over].min(axis=1, where=width[over] > 1, initial=math.inf))
-        bandwidth[pairs[:, 0], pairs[:, 1]] = rate
-        latency[pairs[:, 0], pairs[:, 1]] = late + delay[over].sum(axis=1)
-        key = over * MAX_LANES + position % width[over]
-        key[~_kept(over, np.isfinite(capacity), (capacity[over] / crossings).argmin(axis=1), width, position)] = -1
-        number = _number(key)
-        again = np.array([(key[:, :column] == key[:, [column]]).any(axis=1) for column in range(key.shape[1])]).T
-        held = (number >= 0) & ~again
-        for length in np.unique(held.sum(axis=1)).tolist():
-            alike = np.flatnonzero(held.sum(axis=1) == length)
-            channels = number[alike][held[alike]].reshape(len(alike), length)
-            for (i, j), row in zip(pairs[alike].tolist(), map(tuple, channels.tolist()), strict=True):
-                rows[i][j] = row
-    return Links(bandwidth, latency, tuple(tuple(row) for row in rows))
+    bandwidth[pairs[:, 0], pairs[:, 1]] = rate
+    latency[pairs[:, 0], pairs[:, 1]] = late
+    number = _number(key)
+    held = (number >= 0) & ~repeated(key)
+    for length in np.unique(held.sum(axis=1)).tolist():
+        alike = np.flatnonzero(held.sum(axis=1) == length)
+        channels = number[alike][held[alike]].reshape(len(alike), length)
+        for (i, j), row in zip(pairs[alike].tolist(), map(tuple, channels.tolist()), strict=True):
+            rows[i][j] = row
+    return Links(bandwidth, latency, tuple(tuple(row) for row in rows), fabrics)
+
+
+def repeated(key: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Marks the numbers of each row that stand further left in it, bool [P, K]."""
+    return np.array([(key[:, :column] == key[:, [column]]).any(axis=1) for column in range(key.shape[1])]).T
 
 
 def _incidence(topology: Topology) -> tuple[NDArray[np.int64], list[TransferPath], NDArray[np.int64], NDArray[np.int64]]:
@@ -127,12 +192,16 @@ def _incidence(topology: Topology) -> tuple[NDArray[np.int64], list[TransferPath
 
 
 def _lanes(
-    pairs: NDArray[np.int64], over: NDArray[np.int64], capacity: NDArray[np.float64], demand: NDArray[np.float64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    pairs: NDArray[np.int64],
+    over: NDArray[np.int64],
+    capacity: NDArray[np.float64],
+    demand: NDArray[np.float64],
+    further: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
     """Returns how each resource is divided among lanes, which the sender or the receiver of a transfer chooses.
 
     Returns:
-        width: int [R + 1], lanes; position: int [P, K], the number of the choosing device among those that use the resource.
+        `width`, `by_receiver` and `position` of `Lowered`, and int [R + 1], the devices that choose a lane of each resource.
     """
     most = np.zeros(len(capacity))
     np.maximum.at(most, over, np.where(over >= 0, demand, 0.0))
@@ -140,11 +209,11 @@ def _lanes(
         ratio = np.where((most > 0) & np.isfinite(capacity), capacity / most, 1.0)
     lanes = np.floor(ratio + _LANE_SLACK)
     ranks = [_rank(over, pairs[:, way], len(capacity)) for way in (0, 1)]
-    more = ranks[1][1] > ranks[0][1]
-    by_receiver = np.where(lanes > 1, more, ~more)  # one lane needs no choice: the fewer, see `_kept`
-    choosers = np.where(by_receiver, ranks[1][1], ranks[0][1])
+    senders, receivers = ranks[0][1] + further[0], ranks[1][1] + further[1]
+    by_receiver = np.where(lanes > 1, receivers > senders, receivers <= senders)  # one lane: the fewer, see `_kept`
+    choosers = np.where(by_receiver, receivers, senders)
     width = np.clip(lanes, 1, np.clip(choosers, 1, MAX_LANES)).astype(np.int64)
-    return width, np.where(by_receiver[over], ranks[1][0], ranks[0][0])
+    return width, by_receiver, np.where(by_receiver[over], ranks[1][0], ranks[0][0]), choosers
 
 
 def _rank(over: NDArray[np.int64], device: NDArray[np.int64], rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -162,6 +231,7 @@ def _kept(
     slowest: NDArray[np.int64],
     width: NDArray[np.int64],
     position: NDArray[np.int64],
+    every: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
     """Marks the resources of each path that become channels: bool [P, K].
 
@@ -175,6 +245,7 @@ def _kept(
         slowest: [P], column of the slowest resource.
         width: int [R + 1], lanes of each resource.
         position: int [P, K], number of the device that chooses the lane, among those that use the resource.
+        every: int [R + 1], devices that choose a lane, with those that no path here is of.
     """
     rows, count = np.arange(len(over)), len(limits)
     last = (over >= 0).sum(axis=1) - 1
@@ -192,7 +263,7 @@ def _kept(
         np.maximum.at(high, (over, position), np.where(valid, cover, count))
         covered |= low == high
     covered |= np.arange(covered.shape[1]) >= choosers[:, None]
-    needless = (width >= choosers) & covered.all(axis=1)
+    needless = (width >= np.maximum(every, choosers)) & covered.all(axis=1)
     return limits[over] & (over >= 0) & (ends | ~needless[over])
 
 

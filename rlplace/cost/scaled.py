@@ -42,8 +42,8 @@ class OpClass:
 # Fractions of bandwidth: medians at 0.3 to 1 GB of the public kernel timings (elementwise 0.84, softmax 0.63, layer norm 0.6).
 # Batched products: 0.84 against 0.81 of peak above 1e12 FLOP, reached later. Fused attention: 0.6 to 0.75 of the plain product,
 # backward 0.86 of forward (63 % against 73 % of an A100's peak, FlashAttention-2; 595 TFLOP/s and 500 of cuDNN on an H100, head
-# width 128, figures 5 and 6 of FlashAttention-3, where products reach 790; from torch 2.10 on, cuDNN is what Hopper runs). Optimizers run as multi-tensor kernels, so a
-# parameter costs a small share of a launch.
+# width 128, figures 5 and 6 of FlashAttention-3, where products reach 790; from torch 2.10 on, cuDNN is what Hopper runs).
+# Optimizers run as multi-tensor kernels, so a parameter costs a small share of a launch.
 CLASSES: dict[str, OpClass] = {
     "gemm": OpClass(True, 1.0, 0.85, backward_kernels=2),
     "bmm": OpClass(True, 0.95, 0.80, half=2.5, backward_kernels=2),

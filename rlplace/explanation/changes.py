@@ -162,7 +162,7 @@ def with_links(problem: Problem, factor: float, channel: int | None = None) -> P
         factor: Factor on the bandwidth.
         channel: Only the pairs that use this channel; collectives over fabrics then stay as they are.
     """
-    links, quick = problem.links, quicker_links(problem.links, factor)
+    links, quick = problem.links, problem.links.quicker(factor)
     pairs = np.ones(links.latency_s.shape, dtype=bool)
     if channel is not None:
         pairs = np.array([[channel in held for held in row] for row in links.effective_channels])
@@ -173,13 +173,6 @@ def with_links(problem: Problem, factor: float, channel: int | None = None) -> P
         for tensor, table in problem.tensor_transfer_s.items()
     }
     return dataclasses.replace(problem, links=quick, tensor_transfer_s=tables)
-
-
-def quicker_links(links: Links, factor: float) -> Links:
-    """Returns all links with their bandwidth multiplied; latencies stay."""
-    # A message takes as long as one of 1 / factor of its size did.
-    fabrics = tuple(fabric.slower(1.0 / factor, size=factor) for fabric in links.fabrics)
-    return dataclasses.replace(links, bandwidth_bytes_per_s=links.bandwidth_bytes_per_s * factor, fabrics=fabrics)
 
 
 def with_free_links(problem: Problem) -> Problem:

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlplace.cluster.parse import Cluster, parse
 from rlplace.errors import InfeasibleError, InputError
-from rlplace.explanation.changes import larger, quicker_links
+from rlplace.explanation.changes import larger
 from rlplace.explanation.comparison import (
     AS_IS,
     CALLS,
@@ -178,7 +178,7 @@ def _changes(problem: SearchProblem) -> Iterator[tuple[str, SearchProblem]]:
         devices = tuple(larger(device, 2.0) for device in machine.devices)
         yield "double the memory", on(dataclasses.replace(machine, devices=devices))
     if machine.num_devices > 1:
-        yield "all links twice as fast", on(dataclasses.replace(machine, links=quicker_links(machine.links, 2.0)))
+        yield "all links twice as fast", on(dataclasses.replace(machine, links=machine.links.quicker(2.0)))
     known = _PRESET.fullmatch(machine.text or "")
     if known is not None:
         text = f"{known[1]}{2 * int(known[2])}{known[3]}"

@@ -157,7 +157,7 @@ def _links(cluster: Cluster, world: World) -> Links:
     apart = host[:, None] != host[None, :]
     slow = np.where(apart, world.between * np.maximum(network[:, None], network[None, :]), world.inside)
     np.fill_diagonal(slow, 1.0)
-    links = cluster.links
+    links = cluster.links.whole
     factors = [float(slow[np.ix_(fabric.devices, fabric.devices)].max()) for fabric in links.fabrics]
     return dataclasses.replace(
         links,

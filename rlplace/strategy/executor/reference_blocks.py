@@ -172,7 +172,7 @@ def reference_blocks(
 
 def _meets(place: Mesh, cluster: Cluster) -> tuple[bool, bool]:
     """Returns `ClusterTraffic.meets` by walking every hop of every ring."""
-    channels = cluster.links.effective_channels
+    channels = cluster.links.whole.effective_channels
 
     def used(groups: Sequence[Sequence[int]]) -> set[int]:
         rings = [ring_order(cluster.links, group) for group in groups if len(group) > 1]

@@ -179,9 +179,9 @@ class ClusterTraffic:
     def _sent(self, pairs: Pairs) -> tuple[float, float, list[int]]:
         """Returns latency, seconds per byte of each pair, and channels, when all pairs send at once."""
         if pairs not in self._pairs:
-            latency, channels = max(float(self.links.latency_s[i, j]) for i, j in pairs), self.links.effective_channels
-            used = sorted({channel for i, j in pairs for channel in channels[i][j]})
-            self._pairs[pairs] = latency, busiest_channel_s_per_byte(self.links, pairs), used
+            ends = np.array(pairs).T
+            latency, used = float(self.links.rates(*ends)[1].max()), np.unique(self.links.held(*ends))
+            self._pairs[pairs] = latency, busiest_channel_s_per_byte(self.links, pairs), used[used >= 0].tolist()
         return self._pairs[pairs]
 
     def host_bytes_per_s(self, device: int) -> float:

@@ -97,7 +97,7 @@ def _pipedream(problem: SearchProblem, devices: tuple[int, ...], degree: int) ->
     units, links = len(devices) // together, problem.cluster.links
     if degree % together or len(devices) < 2:
         return
-    bandwidth = min(float(links.bandwidth_bytes_per_s[a, b]) for a, b in pairwise(devices))
+    bandwidth = float(links.rates(devices[:-1], devices[1:])[0].min())
     for spread in _microbatches(problem, degree, MICROBATCHES * max(2, len(devices) // degree)):
         cut, passes = Cut(spread[0]), spread[1]
         if bandwidth > 0 and balance.can_cut(cut):

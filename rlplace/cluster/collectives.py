@@ -91,17 +91,29 @@ def contention(links: Wires, groups: Sequence[Sequence[int]]) -> float:
     Returns:
         The busiest channel's seconds per byte with all groups, over the largest that a group alone has.
     """
-    if len(groups) == 1:
+    if len(groups) == 1 or len(groups[0]) == 1:
         return 1.0
-    every: list[tuple[int, int]] = []
-    alone = 0.0
-    for devices in groups:
-        group = _checked(links, devices)
-        if len(group) > 1:
-            hops = _ring_hops(links, group, _parts(links, group))
-            alone = max(alone, busiest_channel_s_per_byte(links, hops))
-            every += hops
-    return busiest_channel_s_per_byte(links, every) / alone if 0.0 < alone < math.inf else 1.0
+    every, alone = [], 0.0
+    for own in _by_sort(links, groups):
+        group = _checked(links, own[0].tolist())
+        hops = _ring_hops(links, group, _parts(links, group))
+        alone = max(alone, busiest_channel_s_per_byte(links, hops))
+        every.append(_same_hops(own, hops))
+    return _busiest(links, *np.concatenate(every, axis=1)) / alone if 0.0 < alone < math.inf else 1.0
+
+
+def _by_sort(links: Wires, groups: Sequence[Sequence[int]]) -> list[NDArray[np.int64]]:
+    """Returns groups of one size, those of one sort together, int64 [G, n] each."""
+    members = np.array(groups, dtype=np.int64)
+    sorts = links.sorts(members)
+    return [members[sorts == number] for number in range(int(sorts.max()) + 1)]
+
+
+def _same_hops(groups: NDArray[np.int64], hops: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+    """Returns the hops of groups of one sort, int64 [2, G x hops], from those of the first group."""
+    place = {device: number for number, device in enumerate(groups[0].tolist())}
+    ends = np.array([(place[i], place[j]) for i, j in hops], dtype=np.int64).reshape(-1, 2)
+    return np.array([groups[:, ends[:, way]].ravel() for way in (0, 1)])
 
 
 def meet(links: Wires, groups: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> bool:
@@ -114,11 +126,14 @@ def meet(links: Wires, groups: Sequence[Sequence[int]], others: Sequence[Sequenc
     """
     used = []
     for several in (groups, others):
-        rings = (_ring(links, _checked(links, group)) for group in several if len(group) > 1)
-        hops = [hop for ring in rings for hop in hops_of(ring)]
+        hops = [
+            _same_hops(own, hops_of(_ring(links, _checked(links, own[0].tolist()))))
+            for size in sorted({len(group) for group in several} - {1})
+            for own in _by_sort(links, [group for group in several if len(group) == size])
+        ]
         if not hops:
             return False
-        used.append(np.unique(links.held(*zip(*hops, strict=True))))
+        used.append(np.unique(links.held(*np.concatenate(hops, axis=1))))
     shared = np.intersect1d(*used, assume_unique=True)
     return bool((shared >= 0).any())
 

@@ -84,6 +84,14 @@ class HostLinks:
         built = build_fabrics(self._kinds, self._host.tolist(), self.hosts)
         return built if self.of_presets else tuple(fabric.quicker(self._faster) for fabric in built)
 
+    def sorts(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the sort of groups as `Wires.sorts` says: by the places of their devices on hosts of which classes."""
+        host = self._host[groups]
+        width = self._standing.lowered.width
+        lane = groups[:, :1] % int(np.lcm.reduce(width[width > 0]))  # a device so much further takes the same lanes
+        facts = np.concatenate([host - host[:, :1], self._class[host], self._local[groups], lane], axis=1)
+        return np.unique(facts, axis=0, return_inverse=True)[1].ravel()
+
     @property
     def of_presets(self) -> bool:
         """Whether the links are those of the hosts as they are, and not quicker."""

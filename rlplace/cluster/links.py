@@ -83,6 +83,9 @@ class Wires(Protocol):
     def held(self, senders: ArrayLike, receivers: ArrayLike) -> NDArray[np.int64]:
         """Returns the channels that a transfer of each of P pairs holds, int64 [P, K]; -1 past the last."""
 
+    def sorts(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the sort of each of G groups of n devices [G, n], int64 [G]; collectives of one sort take equally long."""
+
     def quicker(self, factor: float) -> Wires:
         """Returns all links with their bandwidth multiplied; latencies stay."""
 
@@ -161,6 +164,10 @@ class Links:
         for row, own in zip(found, rows, strict=True):
             row[: len(own)] = own
         return found
+
+    def sorts(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the sort of groups, see `Wires.sorts`: nothing is known to be alike."""
+        return np.arange(len(groups))
 
     def quicker(self, factor: float) -> Links:
         """Returns all links with their bandwidth multiplied; latencies stay."""

@@ -107,7 +107,8 @@ class ClusterTraffic:
         if (kind, groups) not in self._numbers:
             if groups not in self._sizes:
                 self._sizes[groups] = SIZES * contention(self.links, groups)
-            times = [collective_s(self.links, kind, group, self._sizes[groups]) for group in groups]
+            unlike = np.unique(self.links.sorts(np.array(groups)), return_index=True)[1].tolist()
+            times = [collective_s(self.links, kind, groups[number], self._sizes[groups]) for number in unlike]
             table = np.max(times, axis=0)
             number = self._numbers[kind, groups] = self._distinct.setdefault(table.tobytes(), len(self._distinct))
             if number == len(self.tables):

@@ -110,7 +110,8 @@ class StageTable:
     def __init__(self, problem: SearchProblem) -> None:
         self._problem = problem
         cluster, blocks = problem.cluster, len(problem.costs.names)
-        self._kind = kind_numbers(problem.costs, cluster)
+        self._kind, self._host = np.array(kind_numbers(problem.costs, cluster)), np.array(cluster.hosts)
+        self._room = np.array(problem.room_bytes)
         self._ends = np.unique(np.linspace(0, blocks, min(blocks, MOST_PARTS) + 1).astype(np.int64))
         self._known: dict[object, tuple[Floats, ...] | None] = {}
         self._spread, self._stages = Spread(0, 0, 0), dict[object, StageTimes | None]()  # of one spread over all orders
@@ -118,7 +119,8 @@ class StageTable:
     def drafts(self, devices: tuple[int, ...], spread: Spread) -> Iterator[tuple[Draft, float]]:
         """Yields the best draft of every number of stages, with the seconds that the table expects."""
         unit = -(-len(devices) // MOST_UNITS)
-        units = [devices[start : start + unit] for start in range(0, len(devices), unit)]
+        line = np.array(devices)
+        units = [line[start : start + unit] for start in range(0, len(devices), unit)]
         total, parts = len(units), len(self._ends) - 1
         best = np.full((total + 1, parts + 1), np.inf)  # by units used from the end, and first part
         best[:, parts] = 0.0
@@ -132,7 +134,7 @@ class StageTable:
             if stage > 1 and self._problem.space.allows("pipeline", stage) and np.isfinite(best[total, 0]):
                 yield self._draft(units, layers, spread), float(best[total, 0]) * (spread.count - 1 + stage)
 
-    def _layer(self, units: list[tuple[int, ...]], best: Floats, spread: Spread, stage: int) -> tuple[Floats, Ints, Ints, Ints]:
+    def _layer(self, units: list[Ints], best: Floats, spread: Spread, stage: int) -> tuple[Floats, Ints, Ints, Ints]:
         """Returns one stage more, put before those of `best`."""
         total = len(units)
         now = np.full_like(best, np.inf)
@@ -158,7 +160,7 @@ class StageTable:
                 axes_of[at] = own[1][part, end[row, part]]
         return now, width_of, end_of, axes_of
 
-    def _draft(self, units: list[tuple[int, ...]], layers: list[Layer], spread: Spread) -> Draft:
+    def _draft(self, units: list[Ints], layers: list[Layer], spread: Spread) -> Draft:
         """Returns the draft of the last layer, walked back from all units and the first part."""
         places, bounds, used, part = [], [0], len(units), 0
         for source, width_of, end_of, axes_of in reversed(layers):
@@ -171,34 +173,33 @@ class StageTable:
         schedule = ONE_F_ONE_B if spread.count >= len(places) else GPIPE
         return plain_draft(tuple(bounds), places, microbatch=(each,), microbatches=(spread.count,), schedule=schedule)
 
-    def _look(self, devices: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    def _look(self, devices: Ints) -> tuple[bytes, bytes]:
         """Returns a key that is equal for devices of like kinds that lie alike on hosts."""
-        hosts: dict[int, int] = {}
-        own = self._problem.cluster.hosts
-        return tuple((self._kind[device], hosts.setdefault(own[device], len(hosts))) for device in devices)
+        host = self._host[devices]
+        return self._kind[devices].tobytes(), (host - host[0]).tobytes()
 
-    def _meshes(self, devices: tuple[int, ...], degree: int) -> Iterator[Mesh]:
+    def _meshes(self, stage: Ints, degree: int) -> Iterator[Mesh]:
         """Yields meshes of a stage: a tensor group inside a host and copies, whole or shared."""
-        width, space, hosts = len(devices), self._problem.space, self._problem.cluster.hosts
+        width, space, host, devices = len(stage), self._problem.space, self._host[stage], tuple(stage.tolist())
         for data in divisors(width):
             tensor = width // data
-            groups = [{hosts[device] for device in devices[start : start + tensor]} for start in range(0, width, tensor)]
-            if degree % data or not space.allows("tensor", tensor) or any(len(group) > 1 for group in groups):
+            if degree % data or not space.allows("tensor", tensor) or (tensor & (tensor - 1) and space.tensor is None):
                 continue
-            if tensor & (tensor - 1) and space.tensor is None:
+            groups = host.reshape(data, tensor)
+            if (groups != groups[:, :1]).any():
                 continue
             if space.allows("replicate", data) and space.allows("shard", 1):
                 yield Mesh(devices, replicate=data, tensor=tensor, sequence_parallel=tensor > 1)
             if data > 1 and space.allows("shard", data) and space.allows("sharding", 1) and space.allows("replicate", 1):
                 yield Mesh(devices, shard=data, tensor=tensor, sharding=1, sequence_parallel=tensor > 1)
 
-    def _stage(self, devices: tuple[int, ...], look: object, spread: Spread, passes: int) -> StageTimes | None:
+    def _stage(self, devices: Ints, look: object, spread: Spread, passes: int) -> StageTimes | None:
         """Returns seconds of all stages on these devices, with the best axes of each; None without any axes."""
         if spread != self._spread:
             self._spread, self._stages = spread, {}
         if (look, passes) in self._stages:
             return self._stages[look, passes]
-        ends, room = self._ends, min(self._problem.room_bytes[device] for device in devices)
+        ends, room = self._ends, float(self._room[devices].min())
         rows = []
         for axes, place in enumerate(self._meshes(devices, spread.degree)):
             key = look, axes, spread
@@ -238,7 +239,7 @@ class StageTable:
         return (*np.cumsum(np.pad(rows, ((0, 0), (1, 0))), axis=1), borders, x.working_backward_bytes[0].max(keepdims=True))
 
 
-def _members(units: list[tuple[int, ...]], used: int, width: int) -> tuple[int, ...]:
+def _members(units: list[Ints], used: int, width: int) -> Ints:
     """Returns the devices of a stage that takes the first `width` of the last `used` units."""
     first = len(units) - used
-    return tuple(itertools.chain.from_iterable(units[first : first + width]))
+    return np.concatenate(units[first : first + width])

@@ -140,8 +140,13 @@ def schedule_of(words: str, virtual: int) -> str:
 
 
 def even_bounds(names: Sequence[str], stages: int) -> tuple[int, ...]:
-    """Returns equal numbers of layers a stage, what comes before and after them at the ends: as configuration files cut."""
+    """Returns equal numbers of layers a stage, what comes before and after them at the ends: as configuration files cut.
+
+    Where two layers are missing, the first and the last stage have none (Llama 3, section 3.3.2).
+    """
     layers = [index for index, name in enumerate(names) if re.search(r"\.\d+$", name)]
+    if stages == len(layers) + 2:
+        return (0, *layers, layers[-1] + 1, len(names))
     cuts = [layers[len(layers) * stage // stages] for stage in range(1, stages)]
     return (0, *cuts, len(names))
 

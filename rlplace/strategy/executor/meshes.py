@@ -14,7 +14,7 @@ from itertools import pairwise
 from math import gcd, inf
 
 from rlplace.cluster import Cluster
-from rlplace.errors import InputError
+from rlplace.errors import InputError, show
 from rlplace.plan.actions import Action, chain_actions
 from rlplace.strategy.costs import CONTEXT_GATHER, EXPERT_ALL_TO_ALL, STATISTICS
 from rlplace.strategy.drafts import Draft, Mesh
@@ -149,9 +149,9 @@ def check_draft(draft: Draft, cluster: Cluster, blocks: int) -> None:
     """
     stages, degree = draft.stages, draft.data_degree
     if len(draft.bounds) != stages + 1 or draft.bounds[0] != 0 or draft.bounds[-1] != blocks:
-        raise InputError(f"draft: bounds {draft.bounds} do not cut {blocks} blocks into {stages} stages")
+        raise InputError(f"draft: bounds {show(list(draft.bounds))} do not cut {blocks} blocks into {stages} stages")
     if any(begin >= end for begin, end in pairwise(draft.bounds)):
-        raise InputError(f"draft: bounds {draft.bounds} leave a stage without blocks; leave the stage out")
+        raise InputError(f"draft: bounds {show(list(draft.bounds))} leave a stage without blocks; leave the stage out")
     if len(draft.recompute) != blocks or len(draft.offload) != blocks:
         raise InputError(f"draft: recompute and offload need one entry for each of {blocks} blocks")
     if set(draft.place_of_stage) != set(range(len(draft.places))):

@@ -1,0 +1,105 @@
+"""Links worked out by class of hosts equal those of the whole topology, and grow with unlike things alone."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlplace.cluster import Cluster
+from rlplace.cluster.collectives import collective_s, contention
+from rlplace.cluster.host_links import HostLinks
+from rlplace.cluster.interconnect import Host, build_topology, parse_network
+from rlplace.cluster.parse import MAX_DEVICES
+from rlplace.cluster.presets import KINDS
+from rlplace.cluster.topology import lower
+from rlplace.errors import InputError
+
+HOST_KINDS = ["h100", "a100-80g", "v100", "l4", "rtx4090", "t4", "mi300x", "cpu"]
+
+
+@st.composite
+def clusters(draw):
+    """Hosts of up to three classes in any order, unlike kinds in one host, processors of a host at the end of the devices."""
+    classes = draw(
+        st.lists(
+            st.tuples(
+                st.lists(st.sampled_from(HOST_KINDS), min_size=1, max_size=9),
+                st.sampled_from(["nvlink", "pcie"]),
+                st.sampled_from(["eth=10g", "eth=400g", "ib=2x200g", "ib=8x400g"]),
+            ),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    rows = draw(st.lists(st.integers(0, len(classes) - 1), min_size=1, max_size=6))
+    hosts = [Host(classes[row][1], parse_network(classes[row][2])) for row in rows]
+    devices = [(KINDS[kind], host) for host, row in enumerate(rows) for kind in classes[row][0]]
+    devices.sort(key=lambda device: device[0].host_processor and draw(st.booleans()))
+    kinds, host_of = zip(*devices, strict=True)
+    return kinds, host_of, hosts
+
+
+@settings(max_examples=60, deadline=None)
+@given(clusters())
+def test_classes_of_hosts_give_the_links_of_the_whole_topology(cluster):
+    whole, found = lower(build_topology(*cluster)), HostLinks(*cluster).whole
+    assert np.array_equal(found.bandwidth_bytes_per_s, whole.bandwidth_bytes_per_s)
+    assert np.array_equal(found.latency_s, whole.latency_s)
+    assert found.channels == whole.channels
+
+
+@pytest.mark.parametrize("text", ["h100:4x8", "a100-80g:3x4+v100:2x8", "t4:5x2,eth=100g", "rtx4090:4x4,ib=2x100g"])
+def test_groups_of_one_sort_take_equally_long_and_meet_as_all_do(text):
+    cluster = Cluster.preset(text)
+    wires, whole, count = cluster.links, cluster.links.whole, cluster.num_devices
+    for size, stride in ((2, 1), (2, 2), (count // 4, 4), (4, 1)):
+        span = size * stride
+        groups = [
+            tuple(range(start + offset, start + offset + span, stride))
+            for start in range(0, count - span + 1, span)
+            for offset in range(stride)
+        ]
+        each = [collective_s(whole, "all_reduce", group, 1e8) for group in groups]
+        sorts = wires.sorts(np.array(groups))
+        for number in set(sorts.tolist()):
+            alike = [seconds for seconds, own in zip(each, sorts, strict=True) if own == number]
+            assert alike == pytest.approx([collective_s(wires, "all_reduce", groups[list(sorts).index(number)], 1e8)] * len(alike))
+        assert contention(wires, groups) == pytest.approx(contention(whole, groups))
+
+
+def test_quicker_links_of_hosts_are_quicker_links():
+    wires = Cluster.preset("h100:3x8").links
+    quick, whole = wires.quicker(2.0), wires.whole.quicker(2.0)
+    assert np.array_equal(quick.whole.bandwidth_bytes_per_s, whole.bandwidth_bytes_per_s)
+    assert quick.fabrics == whole.fabrics and quick.whole.channels == whole.channels
+    assert np.array_equal(wires.quicker(2.0).quicker(0.5).whole.bandwidth_bytes_per_s, wires.whole.bandwidth_bytes_per_s)
+
+
+def test_pairs_of_the_largest_cluster_are_those_of_a_small_one():
+    large, small = Cluster.preset(f"h100:{MAX_DEVICES // 8}x8").links, Cluster.preset("h100:3x8").links
+    pairs = [(0, 1), (0, 9), (3, 16), (23, 2)]
+    far = [(i + 100_000 * (i > 7), j + 100_000 * (j > 7)) for i, j in pairs]
+    for one, other in zip(large.rates(*zip(*far, strict=True)), small.rates(*zip(*pairs, strict=True)), strict=True):
+        assert one.tolist() == other.tolist()
+    held = large.held(*zip(*far, strict=True))
+    assert [(row >= 0).sum() for row in held] == [(row >= 0).sum() for row in small.held(*zip(*pairs, strict=True))]
+    with pytest.raises(InputError, match="131072 devices; placements and cluster files with all links .* at most 1024"):
+        _ = large.whole
+
+
+def test_a_large_cluster_has_a_small_file(tmp_path):
+    cluster = Cluster.preset("h100:2048x8,mem=512g+l4:3x4,eth=10g+cpu:2")
+    cluster.save(tmp_path / "c.toml")
+    again = Cluster.load(tmp_path / "c.toml")
+    text = (tmp_path / "c.toml").read_text()
+    assert text.count("[[device]]") == 3 and text.count("[[host]]") == 2 and "[links]" not in text
+    assert again.devices == cluster.devices and again.hosts == cluster.hosts and again.fingerprint == cluster.fingerprint
+    assert again.links.rates([5, 16384], [16000, 16390])[0].tolist() == cluster.links.rates([5, 16384], [16000, 16390])[0].tolist()
+    for old, new, says in (
+        ("count = 2048", "count = 2047", "links of 2050 hosts for devices on 2051"),
+        ("count = 16384", "count = 131073", r"device\[0\]: count: expected a whole number in 1..131072, found 131073"),
+        ('name = "gpu0"', 'name = "gpu"', "needs a number at its end, for 16384 devices count on from it"),
+    ):
+        (tmp_path / "c.toml").write_text(text.replace(old, new, 1))
+        with pytest.raises(InputError, match=says):
+            Cluster.load(tmp_path / "c.toml")

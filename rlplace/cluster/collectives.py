@@ -134,7 +134,7 @@ def meet(links: Wires, groups: Sequence[Sequence[int]], others: Sequence[Sequenc
         if not hops:
             return False
         used.append(np.unique(links.held(*np.concatenate(hops, axis=1))))
-    shared = np.intersect1d(*used, assume_unique=True)
+    shared = np.intersect1d(used[0], used[1], assume_unique=True)
     return bool((shared >= 0).any())
 
 

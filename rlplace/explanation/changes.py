@@ -130,7 +130,7 @@ def _preset_links(problem: Problem) -> Links | None:
     if kinds != {kind} or kind not in KINDS:
         return None
     try:
-        links = preset(f"{kind}:{devices + 1}{options}").links
+        links = preset(f"{kind}:{devices + 1}{options}").links.whole
     except InputError:
         return None
     pairs = ((getattr(links, name), getattr(problem.links, name)) for name in ("bandwidth_bytes_per_s", "latency_s"))

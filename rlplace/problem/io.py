@@ -64,7 +64,7 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
         "version": VERSION,
         "name": problem.name,
         "samples_per_microbatch": int(problem.samples_per_microbatch),
-        "devices": plain([_DeviceEntry(device.name, device.memory_bytes, device.reserved_bytes, device.kind) for device in problem.devices]),
+        "devices": plain([_DeviceEntry(d.name, d.memory_bytes, d.reserved_bytes, d.kind) for d in problem.devices]),
         "links": plain(_LinksEntry(*matrices, links.channels, links.fabrics)),
         "groups": plain([_GroupEntry(*row) for row in zip(problem.group_names, *columns, strict=True)]),
         "ops": msgspec.to_builtins(_op_entries(problem)),

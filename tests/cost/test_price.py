@@ -2,6 +2,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -276,9 +277,12 @@ def test_bad_arguments():
 
 def test_attention_under_a_mask_of_positions_is_priced_as_causal():
     model = load_model("hf:gpt2,n_layer=1,n_embd=64,n_head=2,vocab_size=512", batch=2, seq=512)
-    graph = capture(model.module, model.example_inputs)
+    plain = capture(model.module, model.example_inputs)
+    assert [plain.op_dims[op]["causal"] for op, kind in enumerate(plain.op_kind) if kind == "attention"] == [1, 1]
+    padded = {**model.example_inputs, "attention_mask": torch.ones(2, 512, dtype=torch.int64, device="meta")}
+    graph = capture(model.module, padded)
     op = next(op for op, kind in enumerate(graph.op_kind) if kind == "attention")
-    assert "causal" not in graph.op_dims[op]  # the export has a mask in its place
+    assert "causal" not in graph.op_dims[op]  # there is a mask in its place
     wide = dataclasses.replace(graph, op_flops=np.where(np.arange(graph.num_ops) == op, 1e12, graph.op_flops))
     times = kind_times(wide, Cluster.preset("a100-80g:2"), shipped_costs())["a100-80g"]
     full = explain_times(wide, KINDS["a100-80g"])

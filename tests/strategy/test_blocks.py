@@ -73,12 +73,12 @@ def test_ops_of_a_module_lie_in_its_block(name):
 
 
 def test_what_runs_outside_of_blocks():
-    """The mask goes with the first layer, labels and loss with the head."""
+    """The rotation of positions goes with the first layer, labels and loss with the head."""
     graph = captured("llama")
     blocks = find_blocks(graph)
     number = {name: int(blocks.of_op[op]) for op, name in enumerate(graph.op_names)}
-    mask = [op for op in range(graph.num_ops) if graph.op_names[op] == "model/and_2"]
-    assert [blocks.names[blocks.of_op[op]] for op in mask] == ["model.layers.0"]
+    rotation = [op for op in range(graph.num_ops) if graph.op_names[op] == "model.rotary_emb/cos"]
+    assert [blocks.names[blocks.of_op[op]] for op in rotation] == ["model.layers.0"]
     loss = [name for name in number if name.startswith("cross_entropy")]
     assert loss and {blocks.names[number[name]] for name in loss} == {"lm_head"}
     assert blocks.names[number["pad"]] == "lm_head"

@@ -185,15 +185,14 @@ def test_other_methods_of_the_context_by_hand(name: str, keys: float, packed: in
 
 
 def test_keys_that_queries_share_travel_once() -> None:
-    """The capture repeats two heads for four; causal attention runs without that, and one head a device of a tensor group."""
+    """Causal attention does not repeat two heads for four; a device of four has one head of keys, and half the width of values."""
     loaded = load_model(
         "hf:llama,num_hidden_layers=1,hidden_size=32,num_attention_heads=4,num_key_value_heads=2", batch=2, seq=16
     )
     blocks = PricedBlocks(capture(loaded.module, loaded.example_inputs, loss=loaded.loss), "h100:8")
     head = 2 * 16 * 8 * 4  # samples, positions, width, floats
-    for tensor in (1, 2, 4):
+    for tensor, both in ((1, 4 * head), (2, 2 * head), (4, 2 * (head / 2 + head / 4))):
         cut = Cut(2, tensor, context=2)
-        both = 4 * head / min(tensor, 2)
         assert blocks.passes(0, cut).collective_bytes[:, RINGS, LAYER].tolist() == [[both, 0], [0, both]]
     for tensor in (1, 2):  # half the positions of queries and results; of keys and values of two heads, one of them repeated
         heads = blocks.passes(0, Cut(2, tensor, context=2, context_method="heads"))

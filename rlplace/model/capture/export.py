@@ -37,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 
 from rlplace.model.capture.caches import cached_functions, empty
 from rlplace.model.capture.fake import any_dtype_grouped_mm
+from rlplace.model.capture.masks import masks_of_runs
 from rlplace.model.capture.outputs import register_dataclasses
 from rlplace.model.capture.whole_ops import quick_recurrent_shapes, whole_scans
 from rlplace.model.torch_adapter import pytree
@@ -146,6 +147,7 @@ def export_training_graph(
         any_dtype_grouped_mm(),
         quick_recurrent_shapes(),
         whole_scans(),
+        masks_of_runs(model, args, kwargs or {}),
         warnings.catch_warnings(),
         contextlib.ExitStack() as end,
     ):

@@ -8,21 +8,28 @@ either there is nothing to ask.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 from unittest import mock
+
+from torch import nn
 
 _ABOUT = ("mask", "position", "seq")
 """Parts of names of inputs that say which positions attend to which."""
 
 
 @contextlib.contextmanager
-def masks_of_runs(inputs: Iterable[str]) -> Iterator[None]:
+def masks_of_runs(model: nn.Module, args: Sequence[Any], kwargs: Iterable[str]) -> Iterator[None]:
     """Lets models of transformers leave masks out inside of the context, as runs do, where no input is about positions.
 
     Args:
-        inputs: Names of the keyword inputs.
+        model: The model.
+        args: Its positional inputs.
+        kwargs: Names of the keyword inputs.
     """
+    inputs = [*list(inspect.signature(model.forward).parameters)[: len(args)], *kwargs]
     library = sys.modules.get("transformers.masking_utils")
     with contextlib.ExitStack() as inside:
         if library is not None and not any(part in name for name in inputs for part in _ABOUT):

@@ -14,6 +14,7 @@ from rlplace.errors import InputError
 from rlplace.model.capture import layers
 from rlplace.model.capture.export import quiet_logs
 from rlplace.model.capture.fake import any_dtype_grouped_mm, autocast_region, fake_copy, fake_inputs, new_fake_mode
+from rlplace.model.capture.masks import masks_of_runs
 from rlplace.model.capture.optimizers import OPTIMIZERS, apart
 from rlplace.model.capture.outputs import WHERE, add_losses, is_losses, no_loss, own_loss
 from rlplace.model.capture.record import LOSS_LABEL, Leaf, Recording, StepRecorder
@@ -89,7 +90,8 @@ def run(step: TrainingStep, recorder: StepRecorder, lists: Iterable[str] = ()) -
             run_backward(value)
 
     nodes: frozenset[str] = frozenset()
-    with mode, any_dtype_grouped_mm(), torch.enable_grad(), quiet_logs(), region:
+    masks = masks_of_runs(fake, fake_args, fake_kwargs)
+    with mode, any_dtype_grouped_mm(), masks, torch.enable_grad(), quiet_logs(), region:
         region.enter_context(autocast_region(step.autocast, step.autocast_device))
         if isinstance(recorder, EagerRecorder):
             trace_eager(fake, fake_args, fake_kwargs, recorder, finish)

@@ -221,7 +221,7 @@ def _observe(model: nn.Module, inputs: Any, found: Mapping[str, nn.Module], mode
         with (
             any_dtype_grouped_mm(),
             caches_off(model),
-            masks_of_runs(inputs),
+            masks_of_runs(model, (), inputs),
             torch.enable_grad(),
             region,
             mode,

@@ -23,7 +23,6 @@ from rlplace.errors import InputError, show
 from rlplace.model.capture.caches import caches_off
 from rlplace.model.capture.export import export_training_graph
 from rlplace.model.capture.fake import fake_copy, fake_inputs, new_fake_mode
-from rlplace.model.capture.masks import masks_of_runs
 from rlplace.model.torch_adapter import pytree
 from rlplace.runtime.base.batches import Batch
 from rlplace.runtime.strategy.blocks import Observed, observe, owner, shapes_of, units
@@ -104,8 +103,8 @@ def capture(model: nn.Module, inputs: Batch, blocks: Iterable[str] = (), seen: O
             mode = new_fake_mode()  # results of units are on the processor, parameters between units would not be
             source, inputs = fake_copy(model, mode), fake_inputs(dict(inputs), mode)
         region, quiet = torch.autocast("cpu", enabled=False), warnings.catch_warnings()
-        opaque, masks = _opaque(dict(units(source, blocks)), seen.results), masks_of_runs(inputs)
-        with caches_off(source), opaque, masks, torch.enable_grad(), region, quiet:
+        opaque = _opaque(dict(units(source, blocks)), seen.results)
+        with caches_off(source), opaque, torch.enable_grad(), region, quiet:
             warnings.simplefilter("ignore", FutureWarning)  # torch copies what it tells others not to use
             program = export_training_graph(source, (), inputs).program
             if _writes(program.graph_module):  # then what writes in place makes a new value, which any stage may read

@@ -147,7 +147,7 @@ def _history(value: torch.Tensor, end: Any) -> set[Any]:
 def observe_attention(model: nn.Module, inputs: Batch, blocks: Collection[str] = ()) -> Attending:
     """Runs a forward on fake tensors and observes its attention; see `attending_units`."""
     mode = new_fake_mode()
-    with any_dtype_grouped_mm(), caches_off(model), masks_of_runs(inputs), torch.enable_grad(), mode:
+    with any_dtype_grouped_mm(), caches_off(model), masks_of_runs(model, (), inputs), torch.enable_grad(), mode:
         own = fake_copy(model, mode)
         return attending_units(own, fake_inputs(dict(inputs), mode), dict(units(own, blocks)))
 
@@ -189,7 +189,7 @@ def _facts(model: nn.Module, inputs: Batch, conduct: Conduct, precisions: Sequen
             with (
                 any_dtype_grouped_mm(),
                 caches_off(own),
-                masks_of_runs(inputs),
+                masks_of_runs(model, (), inputs),
                 torch.enable_grad(),
                 torch.random.fork_rng([]),
                 mode or nullcontext(),

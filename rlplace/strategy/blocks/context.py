@@ -174,7 +174,7 @@ def _exchanges(ops: ForwardOps, op: int, cut: Cut) -> list[LayoutCollective]:
 def _shared(graph: OpGraph, op: int, tensor: int) -> float:
     """Returns the part of keys or values that is no copy for queries that share heads, which causal attention does without.
 
-    Models of transformers repeat heads where they make a mask, as captures and padded batches have it.
+    Models of transformers repeat heads where they make a mask, as of padded batches.
     """
     maker = int(graph.tensor_producer[tensor])
     read = graph.edge_tensor[graph.consumers == maker]

@@ -2,7 +2,7 @@
 
 Hosts are alike where they have the same devices in the same order and the same interconnect. A cluster of at most three hosts
 of each class has a pair of every sort: two devices of one host, of two hosts of one class, of hosts of two classes. Its
-topology is lowered once; any pair has the rate, the latency and the resources of the pair that stands for it, and the lane of a
+topology is lowered once; any pair has the rate, the latency and the resources of the pair that represents it, and the lane of a
 resource follows from how many of its users come before the device that chooses. So nothing here grows with the square of the
 number of devices. `HostLinks.whole` writes all pairs out, and equals `rlplace.cluster.topology.lower` of the whole topology.
 """
@@ -30,12 +30,12 @@ _STAND_INS = 3  # hosts of a class: one for itself, two for its peers, so that p
 
 
 class _Standing(NamedTuple):
-    """What hosts of each class have, from those that stand for them.
+    """Facts about hosts of each class, from those that represent them.
 
     Attributes:
         lowered: Pairs of devices of the standing hosts.
         row: int [S, S], row of a pair of standing devices in `lowered`.
-        first: int [classes, 2], first device of the first and the second host that stand for a class.
+        first: int [classes, 2], first device of the first and the second host that represent a class.
         owner: int [R], the standing host of a resource; local: int [R], its number among those of its host.
         before: int [2, R, L + 1], senders and receivers of the resource's own host among its first devices.
         outside: bool [2, R], whether devices of all other hosts send and receive over it.
@@ -94,7 +94,7 @@ class HostLinks:
 
     @property
     def of_presets(self) -> bool:
-        """Whether the links are those of the hosts as they are, and not quicker."""
+        """Truth value: the links are those of the hosts as they are, and not quicker."""
         return self._faster == 1.0
 
     def quicker(self, factor: float) -> HostLinks:
@@ -122,7 +122,7 @@ class HostLinks:
             pairs = np.array(list(paths), dtype=np.int64).reshape(-1, 2)
             before, outside = self._users(np.array(host_of), owner, pairs, [path.over for path in paths.values()])
             further = np.zeros((2, len(owner) + 1), dtype=np.int64)
-            further[:, :-1] = outside * (self.num_devices - count)  # who others stand for is in no such host
+            further[:, :-1] = outside * (self.num_devices - count)  # devices that others represent are in no such host
             found = lowered(Topology(count, tuple(builder.resources), paths), further)
         row = np.full((count, count), -1)
         row[found.pairs[:, 0], found.pairs[:, 1]] = np.arange(len(found.pairs))
@@ -152,7 +152,7 @@ class HostLinks:
         return before.cumsum(axis=2), (seen & ~own).any(axis=2)
 
     def _pairs(self, senders: ArrayLike, receivers: ArrayLike) -> list[NDArray[np.int64]]:
-        """Returns senders and receivers as arrays [P], and the row of the pair that stands for each, -1 for a device alone."""
+        """Returns senders and receivers as arrays [P], and the row of the pair that represents each, -1 for a device alone."""
         i, j = np.asarray(senders, dtype=np.int64), np.asarray(receivers, dtype=np.int64)
         (one, other), stand = (self._host[i], self._host[j]), self._standing
         classes = self._class[one], self._class[other]
@@ -183,7 +183,7 @@ class HostLinks:
 
     @cached_property
     def whole(self) -> Links:
-        """All pairs, as matrices.
+        """Matrices of all pairs.
 
         Raises:
             InputError: There are too many devices for that.
@@ -201,20 +201,20 @@ class HostLinks:
 
     @property
     def bandwidth_bytes_per_s(self) -> NDArray[np.float64]:
-        """Those of `whole`."""
+        """Matrix or channels of `whole`."""
         return self.whole.bandwidth_bytes_per_s
 
     @property
     def latency_s(self) -> NDArray[np.float64]:
-        """Those of `whole`."""
+        """Matrix or channels of `whole`."""
         return self.whole.latency_s
 
     @property
     def channels(self) -> Channels | None:
-        """Those of `whole`."""
+        """Matrix or channels of `whole`."""
         return self.whole.channels
 
     @property
     def effective_channels(self) -> Channels:
-        """Those of `whole`."""
+        """Matrix or channels of `whole`."""
         return self.whole.effective_channels

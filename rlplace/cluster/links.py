@@ -71,7 +71,7 @@ class Wires(Protocol):
 
     @property
     def whole(self) -> Links:
-        """All pairs, as matrices.
+        """Matrices of all pairs.
 
         Raises:
             InputError: There are too many devices for that.
@@ -148,7 +148,7 @@ class Links:
 
     @property
     def whole(self) -> Links:
-        """All pairs, as matrices: these."""
+        """Matrices of all pairs: these."""
         return self
 
     def rates(self, senders: ArrayLike, receivers: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -97,7 +97,8 @@ def in_steps(folder: Path) -> list[Timed]:
             dims = dict(op.dims)
             align = math.gcd(8, dims["n"], dims["k"]) if {"n", "k"} <= dims.keys() else 8
             name = f"{path.name.partition('.')[0]} {op.target} {way}"
-            found.append(Timed((op.kind, precision, way), OpTiming(op.flops, op.size_bytes, op.seconds, calls, dims), name, align))
+            timing = OpTiming(op.flops, op.size_bytes, op.seconds, calls, dims)
+            found.append(Timed((op.kind, precision, way), timing, name, align))
     return found
 
 
@@ -288,7 +289,8 @@ def report(rows: list[Timed], kind: DeviceKind) -> None:
 
 def main() -> None:
     """Reports errors, or fits and writes the curves of a kind."""
-    options = arguments(__doc__, "folder", kind=("h200", "of device", sorted(KINDS)), write=("", "fit on all and write: all, or CLASS/PRECISION"))
+    write = ("", "fit on all and write: all, or CLASS/PRECISION")
+    options = arguments(__doc__, "folder", kind=("h200", "of device", sorted(KINDS)), write=write)
     folder = Path(*options.folder)
     kind, long = KINDS[options.kind], sustained(folder)
     rows = read(folder / "kernels.jsonl") + in_steps(folder)

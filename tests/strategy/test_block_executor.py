@@ -210,9 +210,8 @@ def test_devices_that_are_alike_may_change_places():
 
 def test_twice_the_time_of_everything_is_twice_the_step():
     cluster = Cluster.preset("rtx4090:4")
-    links = dataclasses.replace(
-        cluster.links.whole, bandwidth_bytes_per_s=cluster.links.bandwidth_bytes_per_s / 2, latency_s=cluster.links.latency_s * 2
-    )
+    whole = cluster.links.whole
+    links = dataclasses.replace(whole, bandwidth_bytes_per_s=whole.bandwidth_bytes_per_s / 2, latency_s=whole.latency_s * 2)
     slow = dataclasses.replace(cluster, links=links, text=None)
     for seed in range(30):
         rng = RNG(seed)

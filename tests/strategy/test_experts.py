@@ -185,7 +185,7 @@ def test_other_methods_of_the_context_by_hand(name: str, keys: float, packed: in
 
 
 def test_keys_that_queries_share_travel_once() -> None:
-    """Causal attention does not repeat two heads for four; a device of four has one head of keys, and half the width of values."""
+    """Attention does not repeat two heads for four; a device of four has one head of keys, and half the width of values."""
     loaded = load_model(
         "hf:llama,num_hidden_layers=1,hidden_size=32,num_attention_heads=4,num_key_value_heads=2", batch=2, seq=16
     )

@@ -148,6 +148,10 @@ class PathBuilder:
         self.kinds, self.host_of, self.hosts = kinds, host_of, hosts
         self.slots, self.filled = _slots(kinds, host_of, len(hosts))
         self.local = positions(host_of)
+        self.generation = [0] * len(hosts)  # of a host's own PCIe: that of its newest accelerator
+        for kind, host in zip(kinds, host_of, strict=True):
+            own = 0 if kind.host_processor else kind.pcie_generation
+            self.generation[host] = max(self.generation[host], own)
         self.resources: list[Resource] = []
         self.numbers: dict[tuple[int, str], int] = {}
         self.halves: dict[tuple[str, int], tuple[int, ...]] = {}
@@ -190,7 +194,6 @@ class PathBuilder:
     def pcie(self, i: int, j: int) -> TransferPath:
         """Returns a path over the PCIe tree: own port, switch uplinks and socket bus where they part ways, the other's port."""
         a, b, host = self.kinds[i], self.kinds[j], self.host_of[i]
-        generation = min(d.pcie_generation for d in (a, b) if not d.host_processor)
         switches = [self.switch(d) for d in (i, j)]
         sockets = [self.slots[d] // DEVICES_PER_SOCKET for d in (i, j) if not self.kinds[d].host_processor]
         over = [self.port("out", i)]
@@ -200,7 +203,7 @@ class PathBuilder:
         if staged:
             over += [self.resource(host, f"memory {socket}", HOST_MEMORY_BYTES_PER_S) for socket in sockets]
         if sockets[0] != sockets[-1]:  # a host processor is on all sockets
-            bus = self.resource(host, f"sockets {sockets[0]}-{sockets[1]}", SOCKET_BYTES_PER_S[generation])
+            bus = self.resource(host, f"sockets {sockets[0]}-{sockets[1]}", SOCKET_BYTES_PER_S[self.generation[host]])
             over.insert(len(over) - staged, bus)
         if switches[0] != switches[1]:
             over += self.uplink("in", j)
@@ -241,8 +244,8 @@ class PathBuilder:
         kind = self.kinds[device]
         if kind.host_processor or kind.pcie_per_switch == 1:
             return []
-        rate = PCIE_BYTES_PER_S[kind.pcie_generation]
-        return [self.resource(self.host_of[device], f"uplink {way} {self.switch(device)}", rate)]
+        host = self.host_of[device]
+        return [self.resource(host, f"uplink {way} {self.switch(device)}", PCIE_BYTES_PER_S[self.generation[host]])]
 
     def switch(self, device: int) -> int:
         kind = self.kinds[device]

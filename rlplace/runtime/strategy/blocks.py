@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
@@ -29,6 +29,8 @@ from rlplace.model.torch_adapter import DataDependentOutputException, DynamicOut
 from rlplace.runtime.base.batches import Batch
 from rlplace.runtime.strategy.lists import Lists, watch_lists
 from rlplace.runtime.torch_adapter import BatchNorm, DropoutNd, NormBase
+
+Seen = TypeVar("Seen")
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _KEPT = (DropoutNd, NormBase)
@@ -137,18 +139,7 @@ def observe(model: nn.Module, inputs: Batch, found: Mapping[str, nn.Module]) -> 
         if any(isinstance(parameter, FakeTensor) or parameter.is_meta for parameter in model.parameters()):
             raise
         branches = getattr(error, "outside", False)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    where = next(model.parameters()).device
-    runs = list[Observed]()
-    try:
-        for fill in (torch.zeros_like, torch.ones_like):  # lengths are 1 at least
-            plain = pytree.tree_map_only(torch.Tensor, partial(fill, device=where), dict(inputs))
-            with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):  # the model's own code runs
-                runs.append(_observe(model, plain, found, contextlib.nullcontext()))
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+    runs = with_values(model, inputs, lambda plain: _observe(model, plain, found, contextlib.nullcontext()))
     if runs:  # other values go other ways
         skips, branches = any(seen.unreached for seen in runs), branches or any(seen.branches for seen in runs)
         return runs[0]._replace(unreached=True, varies=True, skips=skips, branches=branches)
@@ -156,6 +147,23 @@ def observe(model: nn.Module, inputs: Batch, found: Mapping[str, nn.Module]) -> 
         f"native: the forward of {type(model).__name__} looks at values, and runs neither with zeros nor with ones; plan with "
         "replicas, or on one device"
     )
+
+
+def with_values(model: nn.Module, inputs: Batch, run: Callable[[Batch], Seen]) -> list[Seen]:
+    """Runs something on a model itself, on zeros and on ones; returns what came of runs without errors."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    where = next(model.parameters()).device
+    runs = list[Seen]()
+    try:
+        for fill in (torch.zeros_like, torch.ones_like):  # lengths are 1 at least
+            plain = pytree.tree_map_only(torch.Tensor, partial(fill, device=where), dict(inputs))
+            with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):  # the model's own code runs
+                runs.append(run(plain))
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    return runs
 
 
 _LOOKS = frozenset(("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique", "masked_select"))

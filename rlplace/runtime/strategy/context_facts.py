@@ -24,12 +24,12 @@ from rlplace.errors import InputError
 from rlplace.model.capture.caches import caches_off
 from rlplace.model.capture.fake import any_dtype_grouped_mm, computed_values, fake_copy, fake_inputs, new_fake_mode
 from rlplace.model.capture.masks import masks_of_runs
-from rlplace.model.torch_adapter import FakeTensor, pytree
+from rlplace.model.torch_adapter import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, pytree
 from rlplace.plan.strategy import MEAN, SUM, TARGETS
 from rlplace.runtime.base.batches import Batch, Targets
 from rlplace.runtime.base.steps import loss_of
 from rlplace.runtime.strategy.attention import NO_RING, Part, attend_gathered, attention
-from rlplace.runtime.strategy.blocks import units
+from rlplace.runtime.strategy.blocks import units, with_values
 from rlplace.runtime.strategy.capture import UnitGraph
 from rlplace.runtime.strategy.context import Context, Replaced
 from rlplace.runtime.strategy.cut import WholeRecord
@@ -145,11 +145,18 @@ def _history(value: torch.Tensor, end: Any) -> set[Any]:
 
 
 def observe_attention(model: nn.Module, inputs: Batch, blocks: Collection[str] = ()) -> Attending:
-    """Runs a forward on fake tensors and observes its attention; see `attending_units`."""
+    """Runs a forward on fake tensors, or with values where it reads some, and observes its attention; see `attending_units`."""
     mode = new_fake_mode()
-    with any_dtype_grouped_mm(), caches_off(model), masks_of_runs(model, (), inputs), torch.enable_grad(), mode:
-        own = fake_copy(model, mode)
-        return attending_units(own, fake_inputs(dict(inputs), mode), dict(units(own, blocks)))
+    with any_dtype_grouped_mm(), caches_off(model), masks_of_runs(model, (), inputs), torch.enable_grad():
+        try:
+            with mode:
+                own = fake_copy(model, mode)
+                return attending_units(own, fake_inputs(dict(inputs), mode), dict(units(own, blocks)))
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            seen = with_values(model, inputs, lambda plain: attending_units(model, plain, dict(units(model, blocks))))
+    if not seen:
+        raise InputError("native: the forward looks at values, and where it attends was not seen; plan with context=1")
+    return seen[0]
 
 
 def context_facts(model: nn.Module, inputs: Any, conduct: Conduct, captured: UnitGraph | None = None) -> ContextFacts:

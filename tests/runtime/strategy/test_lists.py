@@ -79,7 +79,11 @@ class Model(nn.Module):
 
 
 BATCH = {"x": torch.randn(SAMPLES, POSITIONS, WIDTH, generator=torch.Generator().manual_seed(1)).double()}
-PLANS = {"shares of two": (3, 2, "selective"), "no shares": (1, 4, "none")}
+PLANS = {
+    "shares of two": ({"shard": 4}, 3, 2, "selective"),
+    "no shares": ({"shard": 4}, 1, 4, "none"),
+    "parts of positions": ({"replicate": 2, "context": 2}, 0, 2, "full"),
+}
 
 
 def plain():
@@ -87,12 +91,13 @@ def plain():
     return Model().double()
 
 
-def strategy(sharding, expert, recompute):
+def strategy(mesh, sharding, expert, recompute):
     blocks = ["layers.0", "layers.1", "head"]
     again = {} if recompute == "none" else dict.fromkeys(blocks[:2], recompute)
-    stage = {"mesh": {"shard": 4}, "sharding": sharding, "expert": expert, "blocks": blocks, "devices": [0, 1, 2, 3]}
-    sizes = {"batch": SAMPLES, "microbatch": [1], "microbatches": [SAMPLES // 4]}
-    return Strategy.from_dict(sizes | {"stages": [stage | {"recompute": again}]})
+    stage = {"mesh": mesh, "sharding": sharding, "expert": expert, "blocks": blocks, "devices": [0, 1, 2, 3]}
+    sizes = {"batch": SAMPLES, "microbatch": [SAMPLES // 8 * mesh.get("context", 1)], "microbatches": [2]}
+    how = {"context_method": "gather"} if "context" in mesh else {}
+    return Strategy.from_dict(sizes | {"stages": [stage | how | {"recompute": again}]})
 
 
 def advance(model, optimizer):

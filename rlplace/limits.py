@@ -1,7 +1,7 @@
 """Limits on the size of input. Larger input is refused with one line, before memory is allocated for it.
 
 Chosen so that the largest inputs that are worth planning fit with room to spare: op graphs of a million ops, problems of
-204,000 ops, clusters of a thousand devices. docs/testing.md (Files from others) says what readers promise beside these limits.
+204,000 ops, clusters of a hundred thousand devices. docs/testing.md (Files from others) says what readers promise beside these limits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ CONFIG_BYTES = 1 << 24
 BYTES_PER_VALUE = 16
 """Bytes of the limit of a JSON format per value that a text may hold: values take far more memory than text."""
 
-DEVICES = 4096
+DEVICES = 131_072
+"""Devices of a cluster, and numbers of those of a strategy."""
+
+PROBLEM_DEVICES = 4096
+"""Devices of a problem, whose links are matrices."""
+
 OPS = 1 << 22
 TENSORS = 1 << 23
 EDGES = 1 << 25

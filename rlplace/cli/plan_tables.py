@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -78,15 +79,21 @@ def show_devices(predicted: Prediction, machine: Cluster) -> None:
         print("\nthe busiest place: " + ", ".join(f"{name.replace('_', ' ')} {ms(s)} ms" for name, s in parts if s > 0))
 
 
+_MANY_ROWS = 64
+
+
 def _print_peaks(
     devices: Sequence[Device], peaks: Sequence[int], more: Mapping[str, Sequence[str]] = MappingProxyType({})
 ) -> None:
-    """Prints memory by device; `more` has further columns behind the kind."""
+    """Prints memory by device, of many devices neighbours that are alike in one row; `more` has columns behind the kind."""
     rows = []
     for index, device in enumerate(devices):
         peak, limit, further = peaks[index], device.memory_bytes, (cells[index] for cells in more.values())
         used = f"{100 * peak / limit:.1f} %" if limit else "-"
         rows.append([device.name, device.kind or "-", *further, gb(peak), gb(limit), used])
+    if len(rows) > _MANY_ROWS:
+        runs = [list(alike) for _, alike in groupby(rows, key=lambda row: row[1:])]
+        rows = [[f"{run[0][0]} to {run[-1][0]}" if len(run) > 1 else run[0][0], *run[0][1:]] for run in runs]
     print_table(["device", "kind", *more, "peak GB", "memory GB", "used"], rows)
 
 

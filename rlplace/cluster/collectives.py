@@ -254,20 +254,28 @@ def _across(links: Wires, kind: str, parts: list[_Share]) -> list[_Algorithm]:
     inner = ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,)
     phases: list[Phase] = [rail]
     for name in inner:  # the fabrics work side by side; the slowest by its largest message counts
-        choices = [inside(fabric, name, members) for fabric, members in parts if fabric is not None]
+        choices = [inside(fabric, name, members) for fabric, members in _unlike(parts)]
         phases.append(max(choices, key=lambda phase: float(phase_s(phase, np.array(_LARGE)))))
     return [tuple(phases), pipelined]
+
+
+def _unlike(parts: list[_Share]) -> list[tuple[Fabric, tuple[int, ...]]]:
+    """Returns one of the shares whose fabrics have the same curves for as many devices, without direct links of pairs."""
+    found: dict[object, tuple[Fabric, tuple[int, ...]]] = {}
+    for number, (fabric, members) in enumerate(parts):
+        if fabric is not None:
+            found.setdefault(number if fabric.links else (id(fabric.curves), len(members)), (fabric, members))
+    return list(found.values())
 
 
 def _pipelined(kind: str, parts: list[_Share], rail: Phase, size: int, rail_s_per_byte: float) -> _Algorithm:
     """Returns one ring over all devices and rails: the latencies of both levels, the bandwidth of the slower one."""
     launch = float(rail[0].latency_s[0])
     latency, slowest = launch, rail_s_per_byte
-    for fabric, members in parts:
-        if fabric is not None:
-            empty, large, larger = phase_s(inside(fabric, kind, members), np.array([0.0, _LARGE, 2 * _LARGE])).tolist()
-            slowest = max(slowest, (larger - large) / _LARGE / bus_factor(kind, len(members)))
-            latency = max(latency, launch + empty)
+    for fabric, members in _unlike(parts):
+        empty, large, larger = phase_s(inside(fabric, kind, members), np.array([0.0, _LARGE, 2 * _LARGE])).tolist()
+        slowest = max(slowest, (larger - large) / _LARGE / bus_factor(kind, len(members)))
+        latency = max(latency, launch + empty)
     return (line(latency, bus_factor(kind, size) * slowest),)
 
 

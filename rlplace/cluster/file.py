@@ -23,12 +23,12 @@ from rlplace.cluster.fabric import Fabric
 from rlplace.cluster.host_links import HostLinks
 from rlplace.cluster.interconnect import Host, parse_network
 from rlplace.cluster.links import Device, Links, LinksTable, Wires
-from rlplace.cluster.parse import MAX_DEVICES, Cluster, default_devices, default_host
+from rlplace.cluster.parse import Cluster, default_devices, default_host
 from rlplace.cluster.presets import DeviceKind, find_kind, kind_names
 from rlplace.cluster.topology import Resource, Topology, TransferPath, lower
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import check_header, check_keys, read_text, write_text
-from rlplace.limits import CLUSTER_BYTES
+from rlplace.limits import CLUSTER_BYTES, DEVICES
 from rlplace.records import Bytes, Record, Text, build, plain
 
 _MAX_RESOURCES = 100_000
@@ -163,11 +163,11 @@ class _DeviceTable(Record, frozen=True):
 
     name: Text
     kind: Text | None = None
-    host: Annotated[int, Meta(ge=0, lt=MAX_DEVICES)] = 0
+    host: Annotated[int, Meta(ge=0, lt=DEVICES)] = 0
     memory_bytes: Bytes | None = None
     reserved_bytes: Bytes | None = None
-    count: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] = 1
-    each_host: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None = None
+    count: Annotated[int, Meta(ge=1, le=DEVICES)] = 1
+    each_host: Annotated[int, Meta(ge=1, le=DEVICES)] | None = None
 
 
 class _HostTable(Record, frozen=True):
@@ -181,7 +181,7 @@ class _HostTable(Record, frozen=True):
 
     inside: Literal["nvlink", "pcie"]
     network: Text
-    count: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] = 1
+    count: Annotated[int, Meta(ge=1, le=DEVICES)] = 1
 
 
 class _ClusterFile(Record, frozen=True):
@@ -199,12 +199,12 @@ class _ClusterFile(Record, frozen=True):
         host_memory_bytes: Memory of each host, which offload may fill, by its number; 0: not known.
     """
 
-    device: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_DEVICES)]
+    device: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=DEVICES)]
     name: Text | None = None
     kind: tuple[dict[str, Any], ...] = ()
     links: LinksTable | None = None
     interconnect: _Interconnect | None = None
-    host: Annotated[tuple[_HostTable, ...], Meta(max_length=MAX_DEVICES)] | None = None
+    host: Annotated[tuple[_HostTable, ...], Meta(max_length=DEVICES)] | None = None
     topology: TopologyTable | None = None
     fabric: tuple[Fabric, ...] | None = None
     host_memory_bytes: tuple[Bytes, ...] = ()
@@ -290,7 +290,7 @@ def _device_runs(cluster: Cluster) -> list[dict[str, Any]]:
                 continue
         digits = re.search(r"(?:0|[1-9][0-9]{0,5})$", device.name)
         number = digits[0] if digits else ""
-        name, alike, each = (device.name[: len(device.name) - len(number)], int(number or -MAX_DEVICES)), own, 0
+        name, alike, each = (device.name[: len(device.name) - len(number)], int(number or -DEVICES)), own, 0
         memory = {"memory_bytes": device.memory_bytes, "reserved_bytes": device.reserved_bytes}
         runs.append({"name": device.name, "kind": device.kind, "host": host, **memory, "count": 1})
     return [{key: value for key, value in run.items() if (key, value) != ("count", 1)} for run in runs]
@@ -300,7 +300,7 @@ def _expanded(item: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """Returns an entry for each of the devices of a ``[[device]]``."""
     count, each, name, host = item.get("count", 1), item.get("each_host"), item.get("name"), item.get("host", 0)
     sizes = [value for value in (count, host, each) if value is not None]
-    if count == 1 or not isinstance(name, str) or not all(type(size) is int and 0 <= size <= MAX_DEVICES for size in sizes):
+    if count == 1 or not isinstance(name, str) or not all(type(size) is int and 0 <= size <= DEVICES for size in sizes):
         return [dict(item)]  # the entry itself is refused where it is wrong
     digits = re.search(r"[0-9]{1,6}$", name)
     if digits is None:
@@ -321,8 +321,8 @@ def _parse(data: dict[str, Any], path: str) -> Cluster:
             raise InputError(f"kind[{index}]: kind {kind.name[:80]!r} is defined twice")
         kinds[kind.name] = kind
     given = [(index, one) for index, item in enumerate(file.device) for one in _expanded(item, f"device[{index}]")]
-    if len(given) > MAX_DEVICES:
-        raise InputError(f"device: {len(given)} devices; a cluster has 1 to {MAX_DEVICES}")
+    if len(given) > DEVICES:
+        raise InputError(f"device: {len(given)} devices; a cluster has 1 to {DEVICES}")
     entries = [_device(item, f"device[{index}]", kinds) for index, item in given]
     device_kinds, hosts = [kind for _, kind in entries], tuple(entry.host for entry, _ in entries)
     devices = tuple(

@@ -90,7 +90,8 @@ class HostLinks:
         width = self._standing.lowered.width
         lane = groups[:, :1] % int(np.lcm.reduce(width[width > 0]))  # a device so much further takes the same lanes
         facts = np.concatenate([host - host[:, :1], self._class[host], self._local[groups], lane], axis=1)
-        return np.unique(facts, axis=0, return_inverse=True)[1].ravel()
+        numbers: dict[bytes, int] = {}
+        return np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in facts], dtype=np.int64)
 
     @property
     def of_presets(self) -> bool:

@@ -23,12 +23,9 @@ from rlplace.cluster.links import Device, Links, Wires
 from rlplace.cluster.presets import DeviceKind, find_kind, kind_names
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import fingerprint, without_collections
-from rlplace.limits import MAX_BYTES
+from rlplace.limits import DEVICES, MAX_BYTES
 from rlplace.records import check
 from rlplace.text import bytes_text
-
-MAX_DEVICES = 131072
-"""Devices that one cluster may have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,8 +115,8 @@ def check_cluster(cluster: Cluster) -> None:
         InputError: Names the first device, kind or link that is wrong.
     """
     count = len(cluster.devices)
-    if not 1 <= count <= MAX_DEVICES:
-        raise InputError(f"cluster: {count} devices; a cluster has 1 to {MAX_DEVICES}")
+    if not 1 <= count <= DEVICES:
+        raise InputError(f"cluster: {count} devices; a cluster has 1 to {DEVICES}")
     if len(cluster.kinds) != count or len(cluster.hosts) != count:
         raise InputError("cluster: kinds and hosts must be given for every device")
     names = Counter(device.name for device in cluster.devices)
@@ -137,8 +134,8 @@ def check_cluster(cluster: Cluster) -> None:
             raise InputError(f"{where}: reserved_bytes {device.reserved_bytes} is outside 0..{device.memory_bytes}")
     for kind in {id(kind): kind for kind in cluster.kinds}.values():
         check(DeviceKind, kind, f"cluster: kind {kind.name[:80]!r}")
-    if not 0 <= min(cluster.hosts) <= max(cluster.hosts) < MAX_DEVICES:
-        raise InputError(f"cluster: host numbers must be in 0..{MAX_DEVICES - 1}")
+    if not 0 <= min(cluster.hosts) <= max(cluster.hosts) < DEVICES:
+        raise InputError(f"cluster: host numbers must be in 0..{DEVICES - 1}")
     if cluster.host_memory_bytes and len(cluster.host_memory_bytes) != max(cluster.hosts) + 1:
         given = len(cluster.host_memory_bytes)
         raise InputError(
@@ -193,8 +190,8 @@ def preset(text: str) -> Cluster:
 def _preset(text: str) -> Cluster:
     terms = [_parse_term(term) for term in text.split("+")]
     total = sum(hosts * count for _, hosts, count, _ in terms)
-    if total > MAX_DEVICES:
-        raise InputError(f"cluster {text[:60]!r}: {total} devices, the limit is {MAX_DEVICES}")
+    if total > DEVICES:
+        raise InputError(f"cluster {text[:60]!r}: {total} devices, the limit is {DEVICES}")
     kinds: list[DeviceKind] = []
     host_of: list[int] = []
     hosts: list[Host] = []

@@ -51,7 +51,7 @@ def freeze(record: Any) -> None:
 def check_counts(ops: int, devices: int, tensors: int, edges: int, record: str = "problem") -> None:
     """Refuses a problem, or a graph, that is larger than `rlplace.limits` allow, before its matrices are made."""
     for what, count, most in (
-        ("devices", devices, limits.DEVICES),
+        ("devices", devices, limits.PROBLEM_DEVICES),
         ("ops", ops, limits.OPS),
         ("ops times devices", ops * devices, limits.OP_TIMES),
         ("tensors", tensors, limits.TENSORS),

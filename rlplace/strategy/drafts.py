@@ -18,6 +18,18 @@ OFFLOAD = ("none", "optimizer", "all")
 """Parts of a block in host memory."""
 
 
+_MANY = 64  # devices from which on their hash is kept
+
+
+class Devices(tuple[int, ...]):
+    """Device numbers whose hash is computed once: sets of thousands of devices are keys of many caches."""
+
+    def __hash__(self) -> int:
+        if "_hash" not in self.__dict__:
+            self._hash = super().__hash__()
+        return self._hash
+
+
 @dataclass(frozen=True)
 class Mesh:
     """A mesh of devices that holds one or more stages.
@@ -45,6 +57,10 @@ class Mesh:
     sequence_parallel: bool = False
     context_method: ContextMethod = GATHER
     tables: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self.devices) >= _MANY and type(self.devices) is tuple:
+            object.__setattr__(self, "devices", Devices(self.devices))
 
     @property
     def state(self) -> tuple[int, ...]:

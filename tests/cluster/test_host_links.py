@@ -9,10 +9,10 @@ from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import collective_s, contention
 from rlplace.cluster.host_links import HostLinks
 from rlplace.cluster.interconnect import Host, build_topology, parse_network
-from rlplace.cluster.parse import MAX_DEVICES
 from rlplace.cluster.presets import KINDS
 from rlplace.cluster.topology import lower
 from rlplace.errors import InputError
+from rlplace.limits import DEVICES
 
 HOST_KINDS = ["h100", "a100-80g", "v100", "l4", "rtx4090", "t4", "mi300x", "cpu"]
 
@@ -77,7 +77,7 @@ def test_quicker_links_of_hosts_are_quicker_links():
 
 
 def test_pairs_of_the_largest_cluster_are_those_of_a_small_one():
-    large, small = Cluster.preset(f"h100:{MAX_DEVICES // 8}x8").links, Cluster.preset("h100:3x8").links
+    large, small = Cluster.preset(f"h100:{DEVICES // 8}x8").links, Cluster.preset("h100:3x8").links
     pairs = [(0, 1), (0, 9), (3, 16), (23, 2)]
     far = [(i + 100_000 * (i > 7), j + 100_000 * (j > 7)) for i, j in pairs]
     for one, other in zip(large.rates(*zip(*far, strict=True)), small.rates(*zip(*pairs, strict=True)), strict=True):

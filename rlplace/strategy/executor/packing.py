@@ -72,8 +72,7 @@ class Rows:
                 tables = traffic.collectives(both, expert_share_groups(place))
                 row[c.EXPERT_GATHER_TABLE], row[c.EXPERT_SCATTER_TABLE] = tables
             row[c.REDUCE_TABLE] = traffic.collective("all_reduce", copy_groups(place))
-            row[c.HOST_RATE] = min(traffic.host_bytes_per_s(device) for device in place.devices)
-            row[c.UPDATE_RATE] = min(traffic.host_memory_bytes_per_s(device) for device in place.devices)
+            row[c.HOST_RATE], row[c.UPDATE_RATE] = traffic.slowest_host_bytes_per_s(place.devices)
             row[c.MEETS_BLOCKS], row[c.MEETS_COPIES] = traffic.meets(place)
             held = self.costs.held(*place.state)
             row[c.ITEM], row[c.RELEASED] = held.gradient_item, held.released

@@ -8,8 +8,9 @@ linear in between: exact where `rlplace.cluster.collectives` is linear, within 1
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -27,6 +28,7 @@ from rlplace.strategy.costs import (
     Floats,
 )
 from rlplace.strategy.drafts import Draft, Mesh
+from rlplace.strategy.executor.arrays import Ints
 from rlplace.strategy.executor.meshes import (
     Border,
     Groups,
@@ -96,7 +98,7 @@ class ClusterTraffic:
         self._numbers: dict[tuple[str, Groups], int] = {}
         self._sizes: dict[Groups, Floats] = {}
         self._distinct: dict[bytes, int] = {self.tables[0].tobytes(): 0}
-        self._pairs: dict[Pairs, tuple[float, float, list[int]]] = {}
+        self._pairs: dict[Pairs, tuple[float, float, Ints]] = {}
         pairs = zip(cluster.kinds, cluster.hosts, strict=True)
         self._accelerators = Counter(host for kind, host in pairs if not kind.host_processor)
 
@@ -155,18 +157,15 @@ class ClusterTraffic:
 
     def ways(self, borders: Mapping[tuple[int, int], Border]) -> dict[tuple[int, int], Way]:
         """Returns the ways of stage transfers by sender and receiver, from `meshes.borders`."""
-        users: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for border, (pairs, _) in borders.items():
-            for channel in self._sent(pairs)[2]:
-                users[channel].append(border)
-        numbers: dict[tuple[tuple[int, int], ...], int] = {}  # channels that the same borders use are as good as one
-        held: dict[tuple[int, int], set[int]] = {border: set() for border in borders}
-        for using in users.values():
-            number = numbers.setdefault(tuple(using), len(numbers))
-            for border in using:
-                held[border].add(number)
+        sent = [self._sent(pairs) for pairs, _ in borders.values()]
+        every, number = np.unique(np.concatenate([[], *(used for *_, used in sent)]), return_inverse=True)
+        users = np.zeros((len(every), len(sent)), dtype=bool)  # channels that the same borders use are as good as one
+        users[number, np.repeat(np.arange(len(sent)), [len(used) for *_, used in sent])] = True
+        last = {row.tobytes(): channel for channel, row in enumerate(users)}
+        unlike = users[[*last.values()]]
         return {
-            border: Way(*self._sent(pairs)[:2], part, tuple(sorted(held[border]))) for border, (pairs, part) in borders.items()
+            border: Way(*sent[at][:2], part, tuple(np.flatnonzero(unlike[:, at]).tolist()))
+            for at, (border, (_, part)) in enumerate(borders.items())
         }
 
     def exchanged_s(self, groups: Groups, size_bytes: float) -> float:
@@ -177,13 +176,26 @@ class ClusterTraffic:
         latency, s_per_byte, _ = self._sent(pairs)
         return latency + size_bytes * s_per_byte
 
-    def _sent(self, pairs: Pairs) -> tuple[float, float, list[int]]:
+    def _sent(self, pairs: Pairs) -> tuple[float, float, Ints]:
         """Returns latency, seconds per byte of each pair, and channels, when all pairs send at once."""
         if pairs not in self._pairs:
             ends = np.array(pairs).T
             latency, used = float(self.links.rates(*ends)[1].max()), np.unique(self.links.held(*ends))
-            self._pairs[pairs] = latency, busiest_channel_s_per_byte(self.links, pairs), used[used >= 0].tolist()
+            self._pairs[pairs] = latency, busiest_channel_s_per_byte(self.links, pairs), used[used >= 0]
         return self._pairs[pairs]
+
+    def slowest_host_bytes_per_s(self, devices: Sequence[int]) -> tuple[float, float]:
+        """Returns the least of `host_bytes_per_s` and of `host_memory_bytes_per_s` over devices."""
+        unlike = np.unique(self._host_sort[np.array(devices)], return_index=True)[1].tolist()
+        own = [devices[number] for number in unlike]
+        return min(map(self.host_bytes_per_s, own)), min(map(self.host_memory_bytes_per_s, own))
+
+    @cached_property
+    def _host_sort(self) -> Ints:
+        """int64 [D], equal for devices of one kind on hosts with as many accelerators."""
+        pairs, numbers = zip(self.cluster.kinds, self.cluster.hosts, strict=True), dict[object, int]()
+        keys = ((id(kind), self._accelerators[host]) for kind, host in pairs)
+        return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
     def host_bytes_per_s(self, device: int) -> float:
         """Returns the rate of one direction between a device and its host when all devices of the host copy."""

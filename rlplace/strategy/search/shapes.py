@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rlplace.cluster import Cluster
 from rlplace.plan.schedule import GPIPE, LOOP, LOOPED_BFS, ONE, SCHEDULES, V
 from rlplace.plan.strategy import CONTEXT_METHODS, GATHER, ContextMethod
-from rlplace.strategy.drafts import Mesh, kind_named
+from rlplace.strategy.drafts import Devices, Mesh, kind_named
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import SearchProblem
 
@@ -139,12 +139,12 @@ def devices_by_kind(problem: SearchProblem) -> dict[str, tuple[int, ...]]:
     return {name: tuple(own) for name, own in found.items()}
 
 
-def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
+def device_sets(cluster: Cluster) -> list[Devices]:
     """Returns sets of devices: every set of kinds, of one kind the first 1, 2, 4, ... and whole hosts; largest first."""
     kinds = list(dict.fromkeys(kind.name for kind in cluster.kinds))
     few = len(kinds) <= MOST_KINDS
     sizes = range(len(kinds), 0, -1) if few else (len(kinds), 1)
-    sets: dict[tuple[int, ...], None] = {}
+    sets: dict[Devices, None] = {}
     for chosen in itertools.chain.from_iterable(itertools.combinations(kinds, size) for size in sizes):
         own = [device for device, kind in enumerate(cluster.kinds) if kind.name in chosen]
         own.sort(key=lambda device: (cluster.hosts[device], device))
@@ -152,12 +152,11 @@ def device_sets(cluster: Cluster) -> list[tuple[int, ...]]:
         if len(chosen) == 1:
             hosts = [cluster.hosts[device] for device in own]
             counts |= {1 << power for power in range(len(own).bit_length())}
-            counts |= {
-                index for index in range(1, len(own)) if hosts[index] != hosts[index - 1] and len(set(hosts)) <= MOST_HOSTS
-            }
+            if len(set(hosts)) <= MOST_HOSTS:
+                counts |= {index for index in range(1, len(own)) if hosts[index] != hosts[index - 1]}
         for count in sorted(counts, reverse=True):
             if len(own) <= MOST_DEVICES or not 1 < count < len(own) // 8:
-                sets[tuple(own[:count])] = None
+                sets[Devices(own[:count])] = None
     return list(sets)
 
 

@@ -364,7 +364,7 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
     late = False
     for division in options.divisions(sets):
         chosen, rival = division.devices in whole, division.kind in KINDS
-        now = time.monotonic() < ends_s or (division.axes.cut(1) == Cut(1) and division.devices == sets[0])
+        now = time.monotonic() < ends_s or (division.axes.cut(1) == Cut(1) and division.devices is sets[0])
         if now and (chosen or rival):
             found = list(options.of(division))
             first += found if chosen else ()

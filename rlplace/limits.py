@@ -1,7 +1,8 @@
 """Limits on the size of input. Larger input is refused with one line, before memory is allocated for it.
 
 Chosen so that the largest inputs that are worth planning fit with room to spare: op graphs of a million ops, problems of
-204,000 ops, clusters of a hundred thousand devices. docs/testing.md (Files from others) says what readers promise beside these limits.
+204,000 ops, clusters of a hundred thousand devices. docs/testing.md (Files from others) says what readers promise beside
+these limits.
 """
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from rlplace.errors import InputError
-from rlplace.limits import DEVICES
+from rlplace.limits import PROBLEM_DEVICES
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Strategy
 from rlplace.problem.check import check_source
 from rlplace.records import Count, Record, build, plain
 
-_Device = Annotated[int, Meta(ge=0, lt=DEVICES)]
+_Device = Annotated[int, Meta(ge=0, lt=PROBLEM_DEVICES)]
 _Entry = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 62)]
 _Number = Annotated[float, Meta(gt=-1e300, lt=1e300)]
 _Nothing: NDArray[np.int32] = np.zeros(0, dtype=np.int32)

@@ -20,6 +20,7 @@ from msgspec.structs import astuple
 from rlplace.errors import InputError, show
 from rlplace.limits import DEVICES, MICROBATCHES
 from rlplace.plan.actions import check_chain
+from rlplace.plan.device_runs import with_runs, without_runs
 from rlplace.records import Count, Record, Text, build, check_record, plain
 from rlplace.text import either
 
@@ -206,8 +207,11 @@ class Strategy(Record, frozen=True):
         Raises:
             InputError: Malformed, or it contradicts itself.
         """
-        if isinstance(data, Mapping) and "pipelines" not in data:
-            own = {key: item for key, item in data.items() if key not in _OF_STEP}
+        if isinstance(data, Mapping) and isinstance(pipelines := data.get("pipelines"), list):
+            read = [without_runs(one, f"{where}.pipelines[{number}]") for number, one in enumerate(pipelines)]
+            data = {**data, "pipelines": read}
+        elif isinstance(data, Mapping) and "pipelines" not in data:
+            own = without_runs({key: item for key, item in data.items() if key not in _OF_STEP}, where)
             data = {**{key: data[key] for key in _OF_STEP if key in data}, "pipelines": [own]}
             build(Pipeline, own, where)  # whose messages name its fields without a list
         return Strategy(*astuple(build(_File, data, where)))
@@ -226,7 +230,7 @@ class _File(Strategy, frozen=True):
 
 def _written(pipeline: Pipeline) -> dict[str, Any]:
     data = {"microbatch": list(pipeline.microbatch), "microbatches": list(pipeline.microbatches)}
-    return data | plain(pipeline)
+    return data | with_runs(plain(pipeline))
 
 
 def _check_stage(stage: Stage, where: str) -> None:

@@ -200,7 +200,8 @@ def held_tensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer | Non
     """Returns the tensors of a module and its optimizer that stay from step to step."""
     states = [] if optimizer is None else list(optimizer.state.values())
     held = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters()), *pytree.tree_leaves(states)]
-    return [t.to_local() if hasattr(t, "to_local") else t for t in held if isinstance(t, torch.Tensor)]
+    tensors = [t.to_local() if hasattr(t, "to_local") else t for t in held if isinstance(t, torch.Tensor)]
+    return [t._values() if t.is_sparse else t for t in tensors]
 
 
 def _status_bytes(key: str) -> int:

@@ -24,7 +24,7 @@ from rlplace.plan.strategy import MEAN, SUM, Strategy
 from rlplace.runtime.base.batches import even_sizes, passes_of, share_of
 from rlplace.runtime.base.model import DistributedModel
 from rlplace.runtime.base.steps import Autocast, Loss, loss_of, samples_of
-from rlplace.runtime.state.whole import gather_values
+from rlplace.runtime.state.whole import gather_values, seen
 from rlplace.runtime.strategy.blocks import has_batch_norm, has_sync_norm
 from rlplace.runtime.strategy.rehearsal import AlikeDraws, rehearse, rows_of
 from rlplace.runtime.strategy.statistics import statistics_of
@@ -113,7 +113,8 @@ class Reference:
             if before is not None:
                 self._compare_parts(before, batch, value, tolerance)
         if self.clip is not None:
-            nn.utils.clip_grad_norm_(self.parameters.values(), self.clip)
+            norm = nn.utils.get_total_norm([p.grad.to_dense() for p in self.parameters.values() if p.grad is not None])
+            nn.utils.clip_grads_with_norm_(self.parameters.values(), self.clip, norm, foreach=False)  # sparse ones, too
         self._note_slack(tolerance)
         self.optimizer.step()
         self.steps += 1
@@ -226,7 +227,9 @@ class RunComparison:
         if model.releases:  # none is left
             self.worst.pop("gradient")
             return
-        gradients = gather_values({name: parameter.grad for name, parameter in model.trained()}, self.device)
+        own = {name: (p, p.grad) for name, p in model.trained() if p.grad is not None}
+        dense = {name: seen(p, grad.to_dense() if grad.is_sparse else grad) for name, (p, grad) in own.items()}
+        gradients = gather_values(dense, self.device)
         if self.reference is None:
             return
         dense = {name: p.grad.to_dense() for name, p in self.reference.parameters.items() if p.grad is not None}
@@ -239,7 +242,7 @@ class RunComparison:
 
     def compare_state(self, model: DistributedModel) -> None:
         """Notes parameters and buffers after the last step; every rank calls it."""
-        parameters = gather_values({name: parameter.detach() for name, parameter in model.trained()}, self.device)
+        parameters = gather_values({name: seen(parameter).detach() for name, parameter in model.trained()}, self.device)
         buffers = gather_values({name: buffer.detach() for name, buffer in model.named_buffers()}, self.device)
         reference = self.reference
         if reference is None:

@@ -69,6 +69,17 @@ def test_processes_take_the_devices_that_a_plan_uses(leaves_one_out):
     assert found["verified"]["equal"] and [rank["stage"] for rank in found["ranks"]] == [0, 2]
 
 
+@pytest.mark.slow
+def test_divided_tables_with_sparse_gradients_verify(tmp_path):
+    """From the model to a verified run, as a user with a recommender does."""
+    path, model = tmp_path / "p.plan.json", "zoo:dlrm,tables=3,rows=90,width=33,hidden=8,layers=2,sparse=true"
+    words = f"place {model} --cluster cpu:2 --batch 8 --optimizer sparse-adam --space tables=2 --calls 20 --out {path}"
+    assert main(words.split()) == 0
+    code, out, err = forked(2, "-m", "rlplace", "run", "--plan", path, "--steps", 3, "--verify", "--clip", 0.1, "--json")
+    assert code == 0, err
+    assert json.loads(out[0])["verified"]["equal"] and len(PlacementPlan.load(path).strategy.stages[0].tables) == 3
+
+
 def test_devices_left_out_must_not_matter(leaves_one_out):
     check_strategy(PlacementPlan.load(leaves_one_out), "run")
     told = json.loads(leaves_one_out.read_text())

@@ -78,6 +78,12 @@ REFUSED = [
     (flat("llama", {"shard": 4}, 1, expert=2, offload="all"), None, "spread experts in host memory"),
     (flat("llama", {"shard": 2, "tensor": 2}, 1, expert=2, sequence_parallel=True), None, "take the whole sequence"),
     (flat("llama", {"tensor": 4}, 0, expert=2), None, "all of context x tensor; give expert 4"),
+    (flat("llama", {"shard": 2, "tensor": 2}, 1, expert=2), facts_of(experts=4, listed="a.experts"), "without tensor groups"),
+    (
+        chain("llama", [*HALVES, *HALVES[::-1]], "zbv", microbatches=4, microbatch=1, expert=2, **SHARED),
+        facts_of(experts=4, listed="a.experts"),
+        "routers of a.experts twice",
+    ),
     (flat("llama", {"shard": 4}, 1, offload="optimizer"), None, "optimizer state alone"),
     (flat("llama", {"replicate": 4}, 0, offload="all"), None, "CPUOffloadPolicy"),
     (chain("llama", HALVES, "1f1b", offload="all", **SHARED), None, "offload in a pipeline"),

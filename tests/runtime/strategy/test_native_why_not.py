@@ -144,6 +144,41 @@ def test_unlike_pipelines(facts, options, words):
     assert found is None if words is None else words in found
 
 
+STAGE = {"blocks": ["a"], "devices": [0, 1, 2, 3], "mesh": {"replicate": 4}, "tables": {"a": "rows"}}
+WHOLE, WIDE = {"blocks": ["b"], "devices": [4, 5, 6, 7], "mesh": {"replicate": 4}}, {"replicate": 2, "shard": 2}
+CANNOT_DIVIDE = [
+    ({"mesh": {"shard": 4}, "sharding": 3}, {}, {}, None),
+    ({}, {"optimizer": "sparse-adam"}, {"tables": {"a": None}, "conduct": Conduct(sparse=("a.weight",))}, None),
+    ({}, {}, {"conduct": Conduct(sparse=("a.weight", "b.weight"))}, "the gradient of b.weight is sparse"),
+    ({}, {}, {"tables": {"a": "has max_norm"}}, "the table a cannot be divided: it has max_norm"),
+    ({}, {}, {"tables": {"b": None}}, "it is no module torch.nn.Embedding or EmbeddingBag"),
+    ({"mesh": {"replicate": 2, "tensor": 2}}, {}, {}, "divided tables with a tensor group"),
+    ({"mesh": {"replicate": 2, "context": 2}}, {}, {}, "divided tables with a context group"),
+    ({"mesh": WIDE, "sharding": 1, "expert": 2}, {}, {}, "divided tables with spread experts"),
+    ({"mesh": {"shard": 4}, "sharding": 3, "offload": {"a": "all"}}, {}, {}, "divided tables with offload"),
+    ({"mesh": {"shard": 4}, "sharding": 1}, {"release": True}, {}, "divided tables with --release-gradients"),
+    ({}, {"couple": "gather"}, {}, "divided tables with --couple gather"),
+    ({}, {"optimizer": "adafactor"}, {}, "divided tables have parts"),
+    ({}, {}, {"skips": True}, "may call unlike modules"),
+    ({}, {}, {"branches": True}, "may call unlike modules"),
+]
+
+
+@pytest.mark.parametrize(("stage", "options", "facts", "words"), CANNOT_DIVIDE)
+def test_divided_tables(stage, options, facts, words):
+    data = 2 if {"tensor", "context"} & stage.get("mesh", {}).keys() else 4
+    plan = {"batch": 4 * data, "microbatch": [4], "stages": [STAGE | stage]}
+    found = why_not(Strategy.from_dict(plan), ModelFacts(**facts), "2.13.0", **options)
+    assert found is None if words is None else words in found
+
+
+def test_divided_tables_are_one_stage_of_alike_replicas():
+    staged = {"batch": 16, "microbatch": [2], "microbatches": [2], "schedule": "1f1b", "stages": [STAGE, WHOLE]}
+    assert "divided tables with a pipeline" in reason(staged, None)
+    uneven = {"batch": 16, "microbatch": [2] * 4, "microbatches": [1, 1, 2, 4], "stages": [STAGE]}
+    assert "wait for each other's ids" in reason(uneven, None)
+
+
 def test_unlike_pipelines_keep_gradients_on_their_devices():
     part = flat("llama", {"shard": 2}, 3, devices=(0, 1), offload="all")
     assert "host memory" in reason(beside(part, flat("llama", {}, 0, devices=(2,))), facts_of())

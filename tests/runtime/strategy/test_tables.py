@@ -8,6 +8,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import rlplace
+from rlplace.errors import InputError
+from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.base.optimizers import make_optimizer
 from rlplace.runtime.state.deferred import deferred_weights
@@ -185,3 +188,9 @@ def test_tables_that_cannot_be_divided_are_named():
     found = dict(table_reasons(model))
     assert "forward of its own" in found["own"] and "max_norm" in found["norm"] and "shares" in found["fine"]
     assert set(dict(table_reasons(plain())).values()) == {None}
+
+
+def test_loops_of_others_get_no_divided_tables():
+    plan = PlacementPlan("0" * 64, "mine", 0, [], strategy=strategy(*CASES["replicas"]))
+    with pytest.raises(InputError, match=r"checkpoints of another's loop would not join; .* plan with tables=1"):
+        rlplace.parallelize(plain(), plan, BATCH, device="cpu")

@@ -122,8 +122,8 @@ class UniformOptions:
     def divisions(self, sets: Iterable[tuple[int, ...]]) -> list[Division]:
         """Lists ways to divide these sets of devices, those that cut passes alike together: their prices are the same.
 
-        What needs the fewest collectives comes first: whole layers, then the largest tensor groups with parts of the sequence
-        between layers, then the rest, and divided sequences last.
+        What needs the fewest collectives comes first: whole layers, those with divided tables before others, then the largest
+        tensor groups with parts of the sequence between layers, then the rest, and divided sequences last.
         """
         problem, alike = self._problem, dict[Cut, list[Division]]()
         for devices in sets:
@@ -131,7 +131,14 @@ class UniformOptions:
                 for places, axes in divisions(problem, devices):
                     alike.setdefault(axes.cut(1), []).append(Division(devices, places, axes))
         order = sorted(
-            alike, key=lambda cut: (cut.context, cut.tensor > 1 and not cut.sequence_parallel, cut.tensor > 1, -cut.tensor)
+            alike,
+            key=lambda cut: (
+                cut.context,
+                cut.tensor > 1 and not cut.sequence_parallel,
+                cut.tensor > 1,
+                -cut.tensor,
+                -cut.tables,
+            ),
         )
         return [division for cut in order for division in alike[cut]]
 

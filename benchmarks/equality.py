@@ -184,6 +184,12 @@ def context_plans(mixture: bool) -> Iterator[tuple[str, str, Plan]]:
     yield "8: CP 2+FSDP 3 offload", PARTS, _flat({"shard": 4, "context": 2}, 3, offload="all", recompute="full")
     yield "8: CP 2+TP", PARTS, _flat(cross, 0)
     yield "8: CP 2+TP+FSDP full", PARTS, _flat(both, 3, recompute="full")
+    yield "4: CP 4 of FSDP 3", PARTS, _flat({"context": 4}, 3, recompute="full")
+    yield "8: PP+CP 2+FSDP 1", PARTS, _chain(2, 1, "1f1b", pair, 1)
+    yield "8: PP zbv+CP 2+TP", PARTS, _chain(2, 2, "zbv", {"context": 2, "tensor": 2}, 0)
+    yield "8: PP+CP 4 of FSDP 1 full", PARTS, _chain(2, 1, "gpipe", {"context": 4}, 1, recompute="full")
+    if mixture:
+        yield "8: PP+CP 2+EP 4+FSDP 1", PARTS, _chain(2, 1, "1f1b", pair, 1, expert=4)
     for way in (HEADS, RING):
         yield f"2: CP 2 {way}", PARTS, _flat({"context": 2}, 0, context_method=way)
         yield f"4: CP 4 {way} full", PARTS, _flat({"context": 4}, 0, recompute="full", context_method=way)

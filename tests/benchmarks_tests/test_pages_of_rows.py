@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import anytime, built, equality, faults, runs, runs_emulated, types, zoo
+from benchmarks import anytime, built, equality, faults, runs, runs_emulated, types, unlike, zoo
 from benchmarks.agent import tables
 from benchmarks.agent.records import Store
 from benchmarks.harness import ROOT, read_rows
@@ -56,6 +56,7 @@ PAGES = {
     "ratios of runs": ("benchmarks/RESULTS.md", lambda: runs.ratios(runs.ROWS, "test")),
     "emulated hosts": ("benchmarks/RESULTS.md", runs_emulated.table),
     "equality": ("benchmarks/EQUALITY.md", lambda: equality.page(equality.rows())),
+    "unlike pipelines": ("docs/results.md", unlike.table),
     "baselines": ("docs/agent/baselines.md", zoo.table),
     "time limits": ("benchmarks/agent/BUILT.md", anytime.table),
     "built plans": ("benchmarks/agent/BUILT.md", built.table),

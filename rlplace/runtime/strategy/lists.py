@@ -30,6 +30,7 @@ CALLED = "called"
 Lists = Mapping[str, str | int]
 """By path of every list of experts the width of the rows that they are called with, or why they cannot be spread."""
 
+_OF_MODULES = frozenset(vars(nn.Module()))
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -127,11 +128,10 @@ def _plain_state(mixture: nn.Module) -> dict[str, Any]:
     """Returns numbers, words, and lengths of collections among the attributes of a mixture's modules."""
     found: dict[str, Any] = {}
     for path, module in mixture.named_modules():
-        for name, value in vars(module).items():
-            if not name.startswith("_") and isinstance(value, (int, float, str)):
-                found[f"{path}.{name}".lstrip(".")] = value
-            elif not name.startswith("_") and isinstance(value, (list, dict, set)):
-                found[f"{path}.{name}".lstrip(".")] = len(value)
+        own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+        kept = {name: value for name, value in own.items() if isinstance(value, (int, float, str))}
+        kept |= {name: len(value) for name, value in own.items() if isinstance(value, (list, dict, set))}
+        found |= {f"{path}.{name}".lstrip("."): value for name, value in kept.items()}
     return found
 
 

@@ -161,10 +161,10 @@ class Chained(Mixture):
 class Counted(Mixture):
     def __init__(self):
         super().__init__()
-        self.calls = 0
+        self._calls = 0
 
     def forward(self, x):
-        self.calls += 1
+        self._calls += 1
         return super().forward(x)
 
 
@@ -195,7 +195,7 @@ class Centered(Expert):
     [
         (Mixture, None),
         (Chained, "is called with what others return"),
-        (Counted, "changes calls, a plain attribute"),
+        (Counted, "changes _calls, a plain attribute"),
         (Written, "writes to what it is called with"),
         (Opened, "cannot be called apart from it (AttributeError"),
         (lambda: mixed(lambda: nn.Linear(WIDTH, WIDTH)), None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -15,6 +16,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         cells = [cell.ljust(w) if at_left else cell.rjust(w) for cell, w, at_left in zip(row, widths, left, strict=True)]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+MANY_ROWS = 64
+"""Rows of devices up to which a table has one for each."""
+
+
+def by_run(rows: list[list[str]]) -> list[list[str]]:
+    """Returns rows of devices, of more than `MANY_ROWS` neighbours that differ in their first cell alone as one row."""
+    if len(rows) <= MANY_ROWS:
+        return rows
+    runs = [[row[0] for row in alike] + [cells] for cells, alike in groupby(rows, key=lambda row: row[1:])]
+    return [[names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}", *cells] for *names, cells in runs]
 
 
 def names_in_a_row(names: Sequence[str]) -> str:

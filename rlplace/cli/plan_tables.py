@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import BatchTried, Prediction, Rival, batches_of, memory_of, quickest_of, rivals_of
 from rlplace.plan.strategy import Strategy, uniform_words
 from rlplace.problem import Problem
-from rlplace.text import gb, ms, names_in_a_row, percent
+from rlplace.text import by_run, gb, ms, names_in_a_row, percent
 
 if TYPE_CHECKING:
     from rlplace.cost.footprint import Footprint
@@ -79,9 +78,6 @@ def show_devices(predicted: Prediction, machine: Cluster) -> None:
         print("\nthe busiest place: " + ", ".join(f"{name.replace('_', ' ')} {ms(s)} ms" for name, s in parts if s > 0))
 
 
-_MANY_ROWS = 64
-
-
 def _print_peaks(
     devices: Sequence[Device], peaks: Sequence[int], more: Mapping[str, Sequence[str]] = MappingProxyType({})
 ) -> None:
@@ -91,10 +87,7 @@ def _print_peaks(
         peak, limit, further = peaks[index], device.memory_bytes, (cells[index] for cells in more.values())
         used = f"{100 * peak / limit:.1f} %" if limit else "-"
         rows.append([device.name, device.kind or "-", *further, gb(peak), gb(limit), used])
-    if len(rows) > _MANY_ROWS:
-        runs = [list(alike) for _, alike in groupby(rows, key=lambda row: row[1:])]
-        rows = [[f"{run[0][0]} to {run[-1][0]}" if len(run) > 1 else run[0][0], *run[0][1:]] for run in runs]
-    print_table(["device", "kind", *more, "peak GB", "memory GB", "used"], rows)
+    print_table(["device", "kind", *more, "peak GB", "memory GB", "used"], by_run(rows))
 
 
 def _rivals(entries: Sequence[Rival]) -> Iterator[list[str]]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from rlplace.text import gb, ms, percent, table
+from rlplace.text import by_run, gb, ms, percent, table
 
 CALLS = 256
 """Simulations of each search beside the classical floor."""
@@ -273,9 +273,9 @@ class Difference:
                 pair = here.get(name), there.get(name)
                 if any(pair):
                     rows.append([f"{prefix}{name} ms", ms(pair[0]), ms(pair[1]), _relative(*pair)])
-        for name in dict.fromkeys([*a.peak_bytes, *b.peak_bytes]):
-            peaks = a.peak_bytes.get(name), b.peak_bytes.get(name)
-            rows.append([f"peak GB of {name}", gb(peaks[0]), gb(peaks[1]), _relative(*peaks)])
+        peaks_of = {name: (a.peak_bytes.get(name), b.peak_bytes.get(name)) for name in [*a.peak_bytes, *b.peak_bytes]}
+        by_device = by_run([[name, gb(x), gb(y), _relative(x, y)] for name, (x, y) in peaks_of.items()])
+        rows += [[f"peak GB of {name}", *cells] for name, *cells in by_device]
         return table(["", "first", "second", "change"], rows)
 
     def _groups(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
@@ -9,6 +10,8 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.cluster import Cluster
+from rlplace.cluster.links import Device
 from rlplace.cost.timings import PlanTiming
 from rlplace.errors import InputError
 from rlplace.explanation.report.data import MAX_OPS, PlannerRow, ReportData
@@ -54,13 +57,16 @@ def strategy_page(planned: Planned, *, measured: Sequence[PlanTiming] = ()) -> R
     result = side_by_side(draft, alone, costs, problem.scores.traffic) if draft.beside else alone[0]
     if math.isinf(result.step_time_s):
         raise InputError("report: the step never ends, because stages or replicas have no link between them")
-    picture = Picture([device.name for device in cluster.devices])
+    shown = _shown([expanded for expanded, _ in ran], cluster)
+    ran = [(dataclasses.replace(expanded, stands_for=shown.rows_of(expanded)), line) for expanded, line in ran]
+    picture = Picture([device.name for device in shown.devices])
     for one, each, own in zip(draft.pipelines, ran, alone, strict=True):
         picture.add(one, *each, result.passes_s - own.passes_s)
     if draft.beside:
         passes_s = max(own.passes_s for own in alone)
-        picture.collectives(draft.devices, [Box(-1, passes_s, result.passes_s, BACKWARD, -1)])  # sums of gradients
-    timeline = _timeline(planned, draft, picture.lanes(result.step_time_s), result, _curves(ran, result, problem))
+        users = sorted({row for expanded, _ in ran for rows in expanded.stands_for for row in rows})
+        picture.collectives(users, [Box(-1, passes_s, result.passes_s, BACKWARD, -1)])  # sums of gradients
+    timeline = _timeline(planned, draft, picture.lanes(result.step_time_s), result, _curves(ran, result, shown), shown)
     slowest, its_line = ran[max(range(len(ran)), key=lambda i: alone[i].passes_s)]
     run = SimulatedPlan(slowest.problem, _ordered(slowest), its_line)
     count = len(costs.names)
@@ -77,11 +83,48 @@ def strategy_page(planned: Planned, *, measured: Sequence[PlanTiming] = ()) -> R
     )
 
 
+MOST_ROWS = 256
+"""Devices up to which a page has a row for each; beyond, one for those that do the same."""
+
+
+class _Shown(NamedTuple):
+    """Devices that have rows on a page.
+
+    Attributes:
+        devices: R devices; one that represents others says so in its name.
+        alike: The devices of the cluster that each represents.
+        row: The row of every device of the cluster.
+    """
+
+    devices: tuple[Device, ...]
+    alike: tuple[tuple[int, ...], ...]
+    row: dict[int, int]
+
+    def rows_of(self, expanded: ExpandedDraft) -> tuple[tuple[int, ...], ...]:
+        """Returns the rows of each device of an expanded draft."""
+        return tuple(tuple(dict.fromkeys(self.row[device] for device in alike)) for alike in expanded.stands_for)
+
+
+def _shown(drafts: Sequence[ExpandedDraft], cluster: Cluster) -> _Shown:
+    if cluster.num_devices <= MOST_ROWS:
+        each = range(cluster.num_devices)
+        return _Shown(cluster.devices, tuple((device,) for device in each), dict(zip(each, each, strict=True)))
+    used = [alike for expanded in drafts for alike in expanded.stands_for]
+    idle = tuple(sorted(set(range(cluster.num_devices)).difference(*used)))
+    classes = [*used, idle] if idle else used
+    devices = []
+    for alike in classes:
+        device, more = cluster.devices[alike[0]], len(alike) - 1
+        devices.append(dataclasses.replace(device, name=f"{device.name} and {more:,} like it") if more else device)
+    row = {device: number for number, alike in enumerate(classes) for device in alike}
+    return _Shown(tuple(devices), tuple(classes), row)
+
+
 def _timeline(
-    planned: Planned, draft: Draft, lanes: Lanes, result: StepEvaluation, memory: tuple[MemoryCurve, ...]
+    planned: Planned, draft: Draft, lanes: Lanes, result: StepEvaluation, memory: tuple[MemoryCurve, ...], shown: _Shown
 ) -> StepTimeline:
     """Returns the timeline with blocks as groups, each with an op for every phase."""
-    costs, devices, one = planned.search_problem.costs, planned.search_problem.cluster.devices, draft.pipelines[0]
+    costs, devices, one = planned.search_problem.costs, shown.devices, draft.pipelines[0]
     count, tasks = len(costs.names), lanes.row < len(devices)
     op_s: NDArray[np.float64] = np.zeros(len(OPS) * count)
     np.maximum.at(op_s, lanes.op[tasks], (lanes.end_s - lanes.start_s)[tasks])
@@ -91,7 +134,8 @@ def _timeline(
         place = draft.places[draft.place_of_stage[stage]]
         held = costs.held(*place.state)
         group_bytes.append(int(held.weight_bytes[block] + held.gradient_bytes[block] + held.optimizer_bytes[block]))
-    pairs = list(zip(devices, result.peak_memory_bytes, strict=True))
+    peaks = [result.peak_memory_bytes[alike[0]] for alike in shown.alike]
+    pairs = list(zip(devices, peaks, strict=True))
     over = [(d.name, peak, d.memory_bytes) for d, peak in pairs if d.memory_bytes is not None and peak > d.memory_bytes]
     return StepTimeline(
         name=planned.name,
@@ -103,11 +147,11 @@ def _timeline(
         op_s=op_s,
         group_names=costs.names,
         group_bytes=np.array(group_bytes, dtype=np.int64),
-        device_of_group=np.array([place.devices[0] for place in places], dtype=np.int32),
+        device_of_group=np.array([shown.row[place.devices[0]] for place in places], dtype=np.int32),
         lanes=lanes,
         memory=memory,
         resident_bytes=np.array([int(curve.in_use_bytes[0]) for curve in memory]),
-        peak_memory_bytes=np.array(result.peak_memory_bytes),
+        peak_memory_bytes=np.array(peaks),
         busy_s=lanes.busy_s[: len(devices)],
         step_time_s=result.step_time_s,
         samples=planned.strategy.batch,
@@ -116,6 +160,7 @@ def _timeline(
         devices_used=len({device for stage in planned.strategy.stages if stage.blocks for device in stage.devices}),
         ops_run=int(tasks.sum()),
         tensors=3 * count - 2,  # saved activations of every block, and both directions between two
+        alike=shown.alike,
     )
 
 
@@ -135,11 +180,9 @@ def _ordered(expanded: ExpandedDraft) -> PlacementPlan:
     return make_plan(expanded.problem, expanded.problem.group_device, planner="", order=expanded.order)
 
 
-def _curves(
-    ran: Sequence[tuple[ExpandedDraft, Timeline]], result: StepEvaluation, problem: SearchProblem
-) -> tuple[MemoryCurve, ...]:
-    """Returns bytes in use on every device of the cluster, as on the device that represents it."""
-    devices = problem.cluster.devices
+def _curves(ran: Sequence[tuple[ExpandedDraft, Timeline]], result: StepEvaluation, shown: _Shown) -> tuple[MemoryCurve, ...]:
+    """Returns bytes in use on every device of the page, as on the device that represents it."""
+    devices = shown.devices
     curves = [MemoryCurve(np.zeros(1), np.zeros(1, dtype=np.int64)) for _ in devices]
     for expanded, line in ran:
         for curve, alike in zip(memory_curves(expanded.problem, _ordered(expanded), line), expanded.stands_for, strict=True):

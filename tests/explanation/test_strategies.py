@@ -6,9 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rlplace.cli.main import main
 from rlplace.cluster import Cluster
 from rlplace.explanation.comparison import AS_IS
+from rlplace.explanation.report.report import render
+from rlplace.explanation.report.sections import summary
 from rlplace.explanation.strategies import StrategyStep
+from rlplace.explanation.timeline import strategy_page
+from rlplace.plan.plan import PlacementPlan
+from rlplace.planned import Planned
 from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search.search import search
@@ -66,3 +72,22 @@ def test_no_change_is_worse_than_the_best_plan_known(memory):
     assert twice.samples == 16 and twice.replanned_s <= 2 * base.same_s * (1 + 1e-9)
     without = step.what_if(calls=0)
     assert all(answer.replanned_s is None and answer.same_s == answers[answer.change].same_s for answer in without)
+
+
+def test_a_page_of_many_devices_has_one_row_for_those_that_do_the_same(tmp_path, monkeypatch):
+    path = tmp_path / "x.plan.json"
+    words = ["--cluster", "h100:2x4", "--batch", "8", "--seq", "16", "--calls", "20", "--space", "pipeline=2 replicate=4"]
+    assert main(["place", "hf:gpt2,n_layer=4,n_embd=64,n_head=2,vocab_size=512", *words, "--out", str(path)]) == 0
+    each = strategy_page(Planned(PlacementPlan.load(path)))
+    monkeypatch.setattr("rlplace.explanation.timeline.MOST_ROWS", 4)
+    few = strategy_page(Planned(PlacementPlan.load(path)))
+    assert len(each.timeline.devices) == 8 and [device.name for device in few.timeline.devices] == [
+        "gpu0 and 3 like it",
+        "gpu4 and 3 like it",
+    ]
+    assert few.timeline.counts.tolist() == [4, 4] and few.timeline.step_time_s == each.timeline.step_time_s
+    for name in ("peak_memory_bytes", "busy_s", "resident_bytes"):
+        assert getattr(few.timeline, name).tolist() == getattr(each.timeline, name)[[0, 4]].tolist()
+    assert few.groups_on_device.tolist() == each.groups_on_device[[0, 4]].tolist()
+    assert summary(few)["figures"] == summary(each)["figures"]
+    assert len(render(few)) < len(render(each))

@@ -131,9 +131,9 @@ class ReportData:
         """int64 [D], groups of the first replica, or the blocks that each device holds under a strategy."""
         count = np.bincount(self.timeline.device_of_group, minlength=len(self.timeline.devices))
         if self.plan.strategy is not None:
-            count[:] = 0
-            for stage in self.plan.strategy.stages:
-                count[list(stage.devices)] += len(stage.blocks)
+            alike = self.timeline.alike or tuple((device,) for device in range(len(count)))
+            holds = [(set(stage.devices), len(stage.blocks)) for stage in self.plan.strategy.stages]
+            count = np.array([sum(blocks for own, blocks in holds if first in own) for first, *_ in alike])
         return count
 
     def to_dict(self) -> dict[str, Any]:

@@ -70,7 +70,9 @@ def page_title(data: ReportData) -> str:
     """Returns model, cluster and step time; the kinds of devices where the plan names no cluster."""
     plan, line = data.plan, data.timeline
     if not isinstance((plan.source or {}).get("cluster"), str):
-        kinds = Counter(device.kind or "device" for device in line.devices)
+        kinds: Counter[str] = Counter()
+        for device, count in zip(line.devices, line.counts.tolist(), strict=True):
+            kinds[device.kind or "device"] += count
         text = "+".join(f"{kind}:{count}" for kind, count in kinds.items())
         plan = dataclasses.replace(plan, source={**(plan.source or {}), "cluster": text})
     return title(plan, line.step_time_s, line.name)
@@ -90,11 +92,11 @@ def summary(data: ReportData) -> dict[str, Any]:
     if len(line.violations) > _REASONS:
         reasons.append(f"and {len(line.violations) - _REASONS} more like these")
     filled = "no limits" if fullest is None else f"up to {percent(fullest)} of a device"
-    share = "-" if not step else percent(float(line.busy_s.sum()) / (step * max(1, used)))
+    share = "-" if not step else percent(float((line.busy_s * line.counts).sum()) / (step * max(1, used)))
     figures = [
         ("Step time", seconds_text(step), ""),
         ("Throughput", "-" if not step else f"{line.samples / step:,.1f}", "" if not step else "samples/s"),
-        ("Devices used", str(used), f"of {len(line.devices)}"),
+        ("Devices used", str(used), f"of {line.counts.sum():,}"),
         ("Computing", share, "of those devices' time"),
         ("Largest peak", bytes_text(int(line.peak_memory_bytes.max(initial=0))), filled),
     ]

@@ -99,6 +99,7 @@ class StepTimeline:
         devices_used: Devices that run an op.
         ops_run: Ops that run, over all devices and micro-batches.
         tensors: Tensors between ops of one micro-batch.
+        alike: Devices of the cluster by the device that represents them here; empty where each is here.
     """
 
     name: str
@@ -123,6 +124,12 @@ class StepTimeline:
     devices_used: int
     ops_run: int
     tensors: int
+    alike: tuple[tuple[int, ...], ...] = ()
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        """int64 [D], devices of the cluster that each represents."""
+        return np.array([len(own) for own in self.alike] or [1] * len(self.devices), dtype=np.int64)
 
     @property
     def microbatches(self) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, product
@@ -20,13 +19,14 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, field, structs
 
 from rlplace.cluster.fabric import Fabric
+from rlplace.cluster.file_devices import device_runs, expanded
 from rlplace.cluster.host_links import HostLinks
 from rlplace.cluster.interconnect import Host, parse_network
 from rlplace.cluster.links import Device, Links, LinksTable, Wires
 from rlplace.cluster.parse import Cluster, default_devices, default_host
 from rlplace.cluster.presets import DeviceKind, find_kind, kind_names
 from rlplace.cluster.topology import Resource, Topology, TransferPath, lower
-from rlplace.errors import InputError, show, unknown_name
+from rlplace.errors import InputError, unknown_name
 from rlplace.files import check_header, check_keys, read_text, write_text
 from rlplace.limits import CLUSTER_BYTES, DEVICES
 from rlplace.records import Bytes, Record, Text, build, plain
@@ -255,7 +255,7 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
             {key: dict(value) if isinstance(value, Mapping) else value for key, value in fields if value is not None}
             for fields in (structs.asdict(kind).items() for kind in kinds.values())
         ],
-        "device": _device_runs(cluster),
+        "device": device_runs(cluster),
         **_links_data(cluster.links),
     }
 
@@ -273,45 +273,6 @@ def _links_data(wires: Wires) -> dict[str, Any]:
     return {"links": matrices, "fabric": plain(links.fabrics)}
 
 
-def _device_runs(cluster: Cluster) -> list[dict[str, Any]]:
-    """Returns the devices, those in one entry that `_expanded` makes of it."""
-    runs: list[dict[str, Any]] = []
-    alike, each, name = None, 0, ("", 0)
-    for device, host in zip(cluster.devices, cluster.hosts, strict=True):
-        own = device.kind, device.memory_bytes, device.reserved_bytes
-        run = runs[-1] if runs else {}
-        if own == alike and device.name == f"{name[0]}{name[1] + run['count']}":
-            begun = host - run["host"]
-            each = each or (run["count"] if begun == 1 else 0)  # devices of the first host, once it is full
-            if begun == (run["count"] // each if each else 0):
-                run["count"] += 1
-                if begun:
-                    run["each_host"] = each
-                continue
-        digits = re.search(r"(?:0|[1-9][0-9]{0,5})$", device.name)
-        number = digits[0] if digits else ""
-        name, alike, each = (device.name[: len(device.name) - len(number)], int(number or -DEVICES)), own, 0
-        memory = {"memory_bytes": device.memory_bytes, "reserved_bytes": device.reserved_bytes}
-        runs.append({"name": device.name, "kind": device.kind, "host": host, **memory, "count": 1})
-    return [{key: value for key, value in run.items() if (key, value) != ("count", 1)} for run in runs]
-
-
-def _expanded(item: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Returns an entry for each of the devices of a ``[[device]]``."""
-    count, each, name, host = item.get("count", 1), item.get("each_host"), item.get("name"), item.get("host", 0)
-    sizes = [value for value in (count, host, each) if value is not None]
-    if count == 1 or not isinstance(name, str) or not all(type(size) is int and 0 <= size <= DEVICES for size in sizes):
-        return [dict(item)]  # the entry itself is refused where it is wrong
-    digits = re.search(r"[0-9]{1,6}$", name)
-    if digits is None:
-        raise InputError(f"{where}.name: {show(name)} needs a number at its end, for {count} devices count on from it")
-    own, prefix = {key: value for key, value in item.items() if key not in ("count", "each_host")}, name[: digits.start()]
-    return [
-        {**own, "name": f"{prefix}{int(digits[0]) + number}", "host": host + (number // each if each else 0)}
-        for number in range(count)
-    ]
-
-
 def _parse(data: dict[str, Any], path: str) -> Cluster:
     file = build(_ClusterFile, data, "cluster", whole_floats=True)
     kinds: dict[str, DeviceKind] = {}
@@ -320,7 +281,7 @@ def _parse(data: dict[str, Any], path: str) -> Cluster:
         if kind.name in kinds:
             raise InputError(f"kind[{index}]: kind {kind.name[:80]!r} is defined twice")
         kinds[kind.name] = kind
-    given = [(index, one) for index, item in enumerate(file.device) for one in _expanded(item, f"device[{index}]")]
+    given = [(index, one) for index, item in enumerate(file.device) for one in expanded(item, f"device[{index}]")]
     if len(given) > DEVICES:
         raise InputError(f"device: {len(given)} devices; a cluster has 1 to {DEVICES}")
     entries = [_device(item, f"device[{index}]", kinds) for index, item in given]

@@ -70,7 +70,7 @@ def shape_dims(dims: Mapping[str, int], flops: float, size_bytes: float) -> dict
     return {**kept, "flops": round(flops), "bytes": round(size_bytes)}
 
 
-VERSION = 3
+VERSION = 4
 """Version of the cost model; part of a problem's source, so that a change of formulas shows."""
 
 NO_BASIS = -1

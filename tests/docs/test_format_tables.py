@@ -74,9 +74,10 @@ READERS = {
 
 def test_the_examples_of_the_page_are_read(tmp_path):
     blocks = doc_pages.blocks(doc_pages.ROOT / "docs/formats.md")
-    shortest, *tables = [block.text for block in blocks if block.language == "toml"]
+    shortest, largest, *tables = [block.text for block in blocks if block.language == "toml"]
     devices = "".join(f'[[device]]\nname = "gpu{number}"\nkind = "a100-80g"\n' for number in range(4))
-    for text, count in ((shortest, 2), ("".join(('format = "rlplace.cluster"\nversion = 1\n', devices, *tables)), 4)):
+    whole = "".join(('format = "rlplace.cluster"\nversion = 1\n', devices, *tables))
+    for text, count in ((shortest, 2), (largest, 4096), (whole, 4)):
         (tmp_path / "cluster.toml").write_text(text)
         assert rlplace.Cluster.load(tmp_path / "cluster.toml").num_devices == count
     seen = set()

@@ -72,7 +72,7 @@ def test_a_plan_is_made_again_until_it_fits_op_by_op(graph):
 
         return build
 
-    target = priced(graph, 34 * 10**6)
+    target = priced(graph, 33 * 10**6)
     target = dataclasses.replace(target, build=heavier(target.build))
     placed = place_priced(target, planner="best")
     assert placed.plan.predicted.op_level.feasible

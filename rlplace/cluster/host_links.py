@@ -22,7 +22,7 @@ from rlplace.cluster.fabric import Fabric
 from rlplace.cluster.interconnect import Host, PathBuilder, build_fabrics, positions
 from rlplace.cluster.links import MAX_WRITTEN, Channels, Links
 from rlplace.cluster.presets import DeviceKind
-from rlplace.cluster.topology import MAX_LANES, Lowered, Topology, lowered, repeated, written_links
+from rlplace.cluster.topology import MAX_LANES, DividedTopology, Topology, divided_topology, repeated, written_links
 from rlplace.errors import InputError
 from rlplace.files import without_collections
 
@@ -41,7 +41,7 @@ class _Standing(NamedTuple):
         outside: bool [2, R], whether devices of all other hosts send and receive over it.
     """
 
-    lowered: Lowered
+    lowered: DividedTopology
     row: NDArray[np.int64]
     first: NDArray[np.int64]
     owner: NDArray[np.int64]
@@ -124,7 +124,7 @@ class HostLinks:
             before, outside = self._users(np.array(host_of), owner, pairs, [path.over for path in paths.values()])
             further = np.zeros((2, len(owner) + 1), dtype=np.int64)
             further[:, :-1] = outside * (self.num_devices - count)  # devices that others represent are in no such host
-            found = lowered(Topology(count, tuple(builder.resources), paths), further)
+            found = divided_topology(Topology(count, tuple(builder.resources), paths), further)
         row = np.full((count, count), -1)
         row[found.pairs[:, 0], found.pairs[:, 1]] = np.arange(len(found.pairs))
         starts = np.cumsum([0, *map(len, devices)])

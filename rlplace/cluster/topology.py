@@ -78,7 +78,7 @@ class Topology:
     paths: Mapping[tuple[int, int], TransferPath]
 
 
-class Lowered(NamedTuple):
+class DividedTopology(NamedTuple):
     """P ordered pairs of devices with a path over at most K of R resources, and how these are shared.
 
     Attributes:
@@ -102,7 +102,7 @@ class Lowered(NamedTuple):
     kept: NDArray[np.bool_]
 
 
-def lowered(topology: Topology, further: NDArray[np.int64] | None = None) -> Lowered:
+def divided_topology(topology: Topology, further: NDArray[np.int64] | None = None) -> DividedTopology:
     """Divides the resources of a topology with at least one path among lanes; see the module docstring.
 
     Args:
@@ -122,7 +122,7 @@ def lowered(topology: Topology, further: NDArray[np.int64] | None = None) -> Low
     rate = np.minimum(rate, (capacity / width)[over].min(axis=1, where=width[over] > 1, initial=math.inf))
     slowest = (capacity[over] / crossings).argmin(axis=1)
     kept = _kept(over, np.isfinite(capacity), slowest, width, position, choosers)
-    return Lowered(pairs, over, rate, late, width, by_receiver, position, kept)
+    return DividedTopology(pairs, over, rate, late, width, by_receiver, position, kept)
 
 
 def lower(topology: Topology) -> Links:
@@ -134,7 +134,7 @@ def lower(topology: Topology) -> Links:
     count = topology.num_devices
     if not topology.paths:
         return Links(np.zeros((count, count)), np.zeros((count, count)), (((),) * count,) * count)
-    found = lowered(topology)
+    found = divided_topology(topology)
     key = found.over * MAX_LANES + found.position % found.width[found.over]
     return written_links(count, found.pairs, found.rate, found.late, np.where(found.kept, key, -1))
 
@@ -201,7 +201,7 @@ def _lanes(
     """Returns how each resource is divided among lanes, which the sender or the receiver of a transfer chooses.
 
     Returns:
-        `width`, `by_receiver` and `position` of `Lowered`, and int [R + 1], the devices that choose a lane of each resource.
+        `width`, `by_receiver` and `position` of `DividedTopology`, and int [R + 1], devices that choose a lane of each resource.
     """
     most = np.zeros(len(capacity))
     np.maximum.at(most, over, np.where(over >= 0, demand, 0.0))

@@ -56,11 +56,11 @@ def replayed(module, inputs, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", MODELS, ids=lambda spec: spec.partition(",")[0])
 def test_peak_of_a_step(spec):
-    """Within 3 %: transformers makes an attention mask when it is traced, and none when it runs; otherwise it is exact."""
+    """Exact, but for a few small tensors of transformers, and for buffers of convolutions."""
     batch, seq = MODELS[spec]
     real = real_peak(*build(spec, batch, seq))
     found, _ = replayed(*build(spec, batch, seq, "meta"))
-    assert found == pytest.approx(real, rel=0.03)
+    assert found == pytest.approx(real, rel=0.03 if "resnet" in spec else 0.01)
     assert found >= real * 0.999
     if spec.startswith("zoo"):
         assert found == pytest.approx(real, abs=16)
@@ -73,9 +73,7 @@ def test_peak_under_autocast():
     plain = real_peak(*build(spec, batch, seq))
     found, graph = replayed(*build(spec, batch, seq, "meta"), autocast="bf16", autocast_device="cpu")
     assert real < 0.8 * plain
-    # The mask again, in bfloat16 now.
-    mask = 2 * batch * seq * seq
-    assert found - real == pytest.approx(2 * mask, rel=0.05)
+    assert found == pytest.approx(real, abs=1 << 14)  # a scalar or two of the loss
     assert graph.capture["autocast"] == "bfloat16" and graph.capture["dtype"] == "float32"
     kinds = dict(zip(graph.op_names, graph.op_dtype, strict=True))
     assert kinds["lm_head/linear"] == "bfloat16"
@@ -170,9 +168,9 @@ def test_activations_of_a_layer_with_unfused_attention():
 
 @pytest.mark.slow
 def test_activations_of_a_layer_with_fused_attention():
-    """No scores and masks; instead the log-sum-exp, and the attention mask that is made when the model is traced."""
+    """No scores and masks; instead the log-sum-exp."""
     found = layer_bytes(GPT2, B, S, "n_layer", dtype="bf16") / (S * B * H)
-    assert found == pytest.approx(34 + 4 * A / H + 2 * S / H, abs=16 / H + 0.01)
+    assert found == pytest.approx(34 + 4 * A / H, abs=16 / H + 0.01)
 
 
 def test_activations_of_a_checkpointed_layer():

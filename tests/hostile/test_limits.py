@@ -33,7 +33,7 @@ def test_what_is_documented_fits():
     """Problems of 204,000 ops on 512 devices, op graphs of a million ops, 1,024 devices with links written out."""
     assert limits.OPS >= 1_000_000 and limits.TENSORS >= 2_000_000 and limits.EDGES >= 4_000_000
     assert 204_000 * 512 <= limits.OP_TIMES
-    assert limits.DEVICES >= 4096
+    assert limits.PROBLEM_DEVICES >= 4096 and limits.DEVICES >= 100_000
     # A problem of 204,000 ops takes about 250 bytes and 15 values an op; an op graph of a million, 300 bytes and 30 values.
     assert 204_000 * (250 + 22 * 64) < limits.FILE_BYTES and 204_000 * (15 + 64) < limits.FILE_BYTES // limits.BYTES_PER_VALUE
     assert 1_000_000 * 300 < limits.FILE_BYTES and 1_000_000 * 30 < limits.FILE_BYTES // limits.BYTES_PER_VALUE
@@ -90,7 +90,7 @@ def test_counts_of_a_problem(seeds, monkeypatch, name):
 def test_a_short_text_that_asks_for_a_large_matrix():
     """Times that are one number are one per device: the product counts, before it is made."""
     data = problem_to_dict(problem_of(1))
-    data["devices"] = [{"name": f"d{i}", "memory_bytes": None} for i in range(limits.DEVICES)]
+    data["devices"] = [{"name": f"d{i}", "memory_bytes": None} for i in range(limits.PROBLEM_DEVICES)]
     data["ops"] = [{"name": str(i), "group": 0, "phase": "forward", "time_s": 1.0} for i in range(limits.OP_TIMES // 4096 + 1)]
     refused(lambda: problem_from_dict(data), "ops times devices, the limit is 134217728")
 

@@ -201,7 +201,7 @@ def _lanes(
     """Returns how each resource is divided among lanes, which the sender or the receiver of a transfer chooses.
 
     Returns:
-        `width`, `by_receiver` and `position` of `DividedTopology`, and int [R + 1], devices that choose a lane of each resource.
+        `width`, `by_receiver` and `position` of `DividedTopology`, and int [R + 1], devices that choose lanes of each.
     """
     most = np.zeros(len(capacity))
     np.maximum.at(most, over, np.where(over >= 0, demand, 0.0))

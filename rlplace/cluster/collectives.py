@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from itertools import permutations
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,7 @@ def collective_s(links: Wires, kind: str, devices: Sequence[int], size_bytes: fl
     """Returns seconds that a collective takes when its channels are free.
 
     Args:
-        links: Wires of D devices.
+        links: Links of D devices.
         kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"broadcast"`` or ``"all_to_all"``.
         devices: The devices that take part, distinct. The first is the root of a broadcast.
         size_bytes: The whole tensor: what each device holds before an all-reduce, reduce-scatter or all-to-all, and after an
@@ -85,7 +85,7 @@ def contention(links: Wires, groups: Sequence[Sequence[int]]) -> float:
     bytes of one. Channels inside a fabric belong to single devices, so that its groups do not slow each other.
 
     Args:
-        links: Wires of D devices.
+        links: Links of D devices.
         groups: Device numbers of groups of one size, each device in at most one of them.
 
     Returns:
@@ -97,9 +97,11 @@ def contention(links: Wires, groups: Sequence[Sequence[int]]) -> float:
     for own in _by_sort(links, groups):
         group = _checked(links, own[0].tolist())
         hops = _ring_hops(links, group, _parts(links, group))
-        alone = max(alone, busiest_channel_s_per_byte(links, hops))
+        alone = max(alone, _along(links, hops).s_per_byte)
         every.append(_same_hops(own, hops))
-    return _busiest(links, *np.concatenate(every, axis=1)) / alone if 0.0 < alone < math.inf else 1.0
+    if not 0.0 < alone < math.inf:
+        return 1.0
+    return sent_at_once(links, *np.concatenate(every, axis=1)).s_per_byte / alone
 
 
 def _by_sort(links: Wires, groups: Sequence[Sequence[int]]) -> list[NDArray[np.int64]]:
@@ -120,7 +122,7 @@ def meet(links: Wires, groups: Sequence[Sequence[int]], others: Sequence[Sequenc
     """Returns whether rings of some groups and rings of others use a channel together: a network card, a port, a bus.
 
     Args:
-        links: Wires of D devices.
+        links: Links of D devices.
         groups: Device numbers of groups; those of one device use nothing.
         others: Device numbers of the other groups.
     """
@@ -208,15 +210,13 @@ def _over_links(links: Wires, kind: str, group: tuple[int, ...]) -> list[_Algori
     if kind == "all_to_all":
         senders, receivers = np.repeat(group, size), np.tile(group, size)
         apart = senders != receivers
-        pairs = senders[apart], receivers[apart]
-        s_per_byte, launch = _busiest(links, *pairs) / size, float(links.rates(*pairs)[1].max())
+        sent = sent_at_once(links, senders[apart], receivers[apart])
+        s_per_byte, launch = sent.s_per_byte / size, float(sent.latency_s.max())
         return [(line(launch * (1 + HOP_LATENCY_SHARE * (size - 2)), s_per_byte),)] if s_per_byte < math.inf else []
-    hops = hops_of(_ring(links, group))
-    s_per_byte = busiest_channel_s_per_byte(links, hops)
+    s_per_byte, latency, _ = _along(links, hops_of(_ring(links, group)))
     if s_per_byte == math.inf:
         return []
-    late = links.rates(*zip(*hops, strict=True))[1]
-    launch, hop = float(late.max()), HOP_LATENCY_SHARE * float(np.mean(late))
+    launch, hop = float(latency.max()), HOP_LATENCY_SHARE * float(np.mean(latency))
     steps = rounds_of(kind) * (size - 1)
     algorithms: list[_Algorithm] = [(line(launch + (steps - 1) * hop, bus_factor(kind, size) * s_per_byte),)]
     if kind in ("all_reduce", "broadcast"):
@@ -241,10 +241,10 @@ def _across(links: Wires, kind: str, parts: list[_Share]) -> list[_Algorithm]:
         return []
     hosts = len(parts)
     hops = [hop for ring in rails for hop in hops_of(ring)]
-    s_per_byte = busiest_channel_s_per_byte(links, hops)
+    s_per_byte, latency, _ = _along(links, hops)
     if s_per_byte == math.inf:
         return []
-    launch = float(links.rates(*zip(*hops, strict=True))[1].max())
+    launch = float(latency.max())
     hop = HOP_LATENCY_SHARE * launch
     steps = rounds_of(kind) * (hosts - 1)
     rail = line(launch + (steps - 1) * hop, bus_factor(kind, hosts) / share * s_per_byte)
@@ -336,19 +336,30 @@ def rounds_of(kind: str) -> int:
     return 2 if kind == "all_reduce" else 1
 
 
-def busiest_channel_s_per_byte(links: Wires, pairs: Sequence[tuple[int, int]]) -> float:
-    """Returns seconds per byte of the busiest channel when every pair sends at once; 0 without pairs, inf without a link."""
-    return _busiest(links, *np.array(pairs, dtype=np.int64).reshape(-1, 2).T)
+class SentAtOnce(NamedTuple):
+    """P pairs of devices that all send at once.
+
+    Attributes:
+        s_per_byte: Seconds per byte of the busiest channel; 0 without pairs, inf where a pair has no link.
+        latency_s: float64 [P].
+        held: int64 [P, K], channels of each pair, -1 past the last.
+    """
+
+    s_per_byte: float
+    latency_s: NDArray[np.float64]
+    held: NDArray[np.int64]
 
 
-def _busiest(links: Wires, senders: NDArray[np.int64], receivers: NDArray[np.int64]) -> float:
-    rate = links.rates(senders, receivers)[0]
-    if not len(rate):
-        return 0.0
+def sent_at_once(links: Wires, senders: NDArray[np.int64], receivers: NDArray[np.int64]) -> SentAtOnce:
+    """Returns what pairs of devices, int64 [P] each, take when they all send at once."""
+    (rate, latency), held = links.rates(senders, receivers), links.held(senders, receivers)
     if not rate.all():
-        return math.inf
-    held = links.held(senders, receivers)
+        return SentAtOnce(math.inf, latency, held)
     each = np.broadcast_to((1.0 / rate)[:, None], held.shape)[held >= 0]
     channels, number = np.unique(held[held >= 0], return_inverse=True)
     busy = np.bincount(number.ravel(), each, len(channels))
-    return float(max(busy.max(initial=0.0), (1.0 / rate).max()))
+    return SentAtOnce(float(max(busy.max(initial=0.0), (1.0 / rate).max(initial=0.0))), latency, held)
+
+
+def _along(links: Wires, hops: Sequence[tuple[int, int]]) -> SentAtOnce:
+    return sent_at_once(links, *np.array(hops, dtype=np.int64).T)

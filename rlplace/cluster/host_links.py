@@ -95,7 +95,7 @@ class HostLinks:
 
     @property
     def of_presets(self) -> bool:
-        """Truth value: the links are those of the hosts as they are, and not quicker."""
+        """Absence of `quicker`: the links are those of the hosts as they are."""
         return self._faster == 1.0
 
     def quicker(self, factor: float) -> HostLinks:

@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from rlplace.cluster import Cluster
-from rlplace.cluster.collectives import busiest_channel_s_per_byte, collective_s, contention, meet
+from rlplace.cluster.collectives import collective_s, contention, meet, sent_at_once
 from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_PER_S, PCIE_BYTES_PER_S
 from rlplace.strategy.costs import (
     COLLECTIVE_KINDS,
@@ -96,7 +96,7 @@ class ClusterTraffic:
         self.cluster, self.links = cluster, cluster.links
         self.tables = np.zeros((8, len(SIZES)))
         self._numbers: dict[tuple[str, Groups], int] = {}
-        self._sizes: dict[Groups, Floats] = {}
+        self._unlike: dict[Groups, tuple[Floats, list[tuple[int, ...]]]] = {}  # their bytes, and one group of each sort
         self._distinct: dict[bytes, int] = {self.tables[0].tobytes(): 0}
         self._pairs: dict[Pairs, tuple[float, float, Ints]] = {}
         pairs = zip(cluster.kinds, cluster.hosts, strict=True)
@@ -107,11 +107,11 @@ class ClusterTraffic:
         if len(groups[0]) < 2:
             return 0
         if (kind, groups) not in self._numbers:
-            if groups not in self._sizes:
-                self._sizes[groups] = SIZES * contention(self.links, groups)
-            unlike = np.unique(self.links.sorts(np.array(groups)), return_index=True)[1].tolist()
-            times = [collective_s(self.links, kind, groups[number], self._sizes[groups]) for number in unlike]
-            table = np.max(times, axis=0)
+            if groups not in self._unlike:
+                unlike = np.unique(self.links.sorts(np.array(groups)), return_index=True)[1].tolist()
+                self._unlike[groups] = SIZES * contention(self.links, groups), [groups[number] for number in unlike]
+            sizes, own = self._unlike[groups]
+            table = np.max([collective_s(self.links, kind, group, sizes) for group in own], axis=0)
             number = self._numbers[kind, groups] = self._distinct.setdefault(table.tobytes(), len(self._distinct))
             if number == len(self.tables):
                 self.tables = np.concatenate([self.tables, np.zeros_like(self.tables)])
@@ -179,9 +179,9 @@ class ClusterTraffic:
     def _sent(self, pairs: Pairs) -> tuple[float, float, Ints]:
         """Returns latency, seconds per byte of each pair, and channels, when all pairs send at once."""
         if pairs not in self._pairs:
-            ends = np.array(pairs).T
-            latency, used = float(self.links.rates(*ends)[1].max()), np.unique(self.links.held(*ends))
-            self._pairs[pairs] = latency, busiest_channel_s_per_byte(self.links, pairs), used[used >= 0]
+            sent = sent_at_once(self.links, *np.array(pairs).T)
+            used = np.unique(sent.held)
+            self._pairs[pairs] = float(sent.latency_s.max()), sent.s_per_byte, used[used >= 0]
         return self._pairs[pairs]
 
     def slowest_host_bytes_per_s(self, devices: Sequence[int]) -> tuple[float, float]:

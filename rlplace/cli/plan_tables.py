@@ -13,12 +13,13 @@ from rlplace.cli.models import basis_words
 from rlplace.cli.options import print_table
 from rlplace.cluster import Cluster
 from rlplace.cluster.links import FULL, Device, fullest_share, fullness
+from rlplace.cluster.tiers import Tier
 from rlplace.errors import InputError
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import BatchTried, Prediction, Rival, batches_of, memory_of, quickest_of, rivals_of
 from rlplace.plan.strategy import Strategy, uniform_words
 from rlplace.problem import Problem
-from rlplace.text import by_run, gb, ms, names_in_a_row, percent
+from rlplace.text import by_run, bytes_text, gb, ms, names_in_a_row, percent, seconds_text
 
 if TYPE_CHECKING:
     from rlplace.cost.footprint import Footprint
@@ -70,9 +71,18 @@ def show_step(strategy: Strategy, predicted: Prediction) -> None:
     print(f"step time {ms(predicted.step_time_s)} ms, {rate:.2f} samples/s for {strategy.batch} samples a step")
 
 
+def tier_line(tier: Tier) -> str:
+    """Returns a tier of a cluster in words."""
+    latency = f", {seconds_text(tier.latency_s)} between two" if tier.latency_s else ""
+    groups = f"tier {tier.name}: {tier.count} x {tier.hosts} hosts from host {tier.host} on"
+    return f"{groups}, {bytes_text(tier.bytes_per_s)}/s out of each and into it{latency}"
+
+
 def show_devices(predicted: Prediction, machine: Cluster) -> None:
     """Prints memory by device, and the parts of the step of the busiest device mesh."""
     _print_peaks(machine.devices, predicted.peak_memory_bytes)
+    for tier in machine.tiers:
+        print(tier_line(tier))
     if predicted.parts:
         parts = sorted(predicted.parts.items(), key=lambda item: -item[1])
         print("\nthe busiest place: " + ", ".join(f"{name.replace('_', ' ')} {ms(s)} ms" for name, s in parts if s > 0))

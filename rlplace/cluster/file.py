@@ -25,6 +25,7 @@ from rlplace.cluster.interconnect import Host, parse_network
 from rlplace.cluster.links import Device, Links, LinksTable, Wires
 from rlplace.cluster.parse import Cluster, default_devices, default_host
 from rlplace.cluster.presets import DeviceKind, find_kind, kind_names
+from rlplace.cluster.tiers import Tier
 from rlplace.cluster.topology import Resource, Topology, TransferPath, lower
 from rlplace.errors import InputError, unknown_name
 from rlplace.files import check_header, check_keys, read_text, write_text
@@ -194,6 +195,7 @@ class _ClusterFile(Record, frozen=True):
         links: Bandwidths and latencies of all pairs.
         interconnect: Changes of the links that kinds imply; excludes `links` and `topology`.
         host: Links inside and between hosts, host by host; excludes the three above and below.
+        tier: Groups of hosts that share an uplink, inner ones first; excludes `links` and `topology`.
         topology: Resources and paths, from which links are computed; excludes `links`.
         fabric: Devices with one interconnect and the times of their collectives; None: those of the kinds.
         host_memory_bytes: Memory of each host, which offload may fill, by its number; 0: not known.
@@ -205,6 +207,7 @@ class _ClusterFile(Record, frozen=True):
     links: LinksTable | None = None
     interconnect: _Interconnect | None = None
     host: Annotated[tuple[_HostTable, ...], Meta(max_length=DEVICES)] | None = None
+    tier: Annotated[tuple[Tier, ...], Meta(max_length=DEVICES)] = ()
     topology: TopologyTable | None = None
     fabric: tuple[Fabric, ...] | None = None
     host_memory_bytes: tuple[Bytes, ...] = ()
@@ -263,7 +266,8 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
 def _links_data(wires: Wires) -> dict[str, Any]:
     if isinstance(wires, HostLinks) and wires.of_presets:
         runs = [(host, len(list(alike))) for host, alike in groupby((host.fabric, str(host.network)) for host in wires.hosts)]
-        return {"host": [{"inside": inside, "network": network, "count": count} for (inside, network), count in runs]}
+        hosts = [{"inside": inside, "network": network, "count": count} for (inside, network), count in runs]
+        return {"host": hosts, **({"tier": plain(wires.tiers)} if wires.tiers else {})}
     links = wires.whole
     matrices = {
         "bandwidth_bytes_per_s": links.bandwidth_bytes_per_s.tolist(),
@@ -298,15 +302,17 @@ def _parse(data: dict[str, Any], path: str) -> Cluster:
     link_keys = [key for key in ("links", "interconnect", "host", "topology") if key in data]
     if len(link_keys) > 1:
         raise InputError(f"cluster: give either [{link_keys[0]}] or [{link_keys[1]}], not both")
+    if file.tier and (file.links is not None or file.topology is not None):
+        raise InputError("tier: [links] and [topology] give every pair of devices its links; leave one of them out")
     links: Wires
     if file.links is not None:
         links = file.links.links()
     elif file.topology is not None:
         links = topology_links(file.topology, [device.name for device in devices])
     elif file.host is not None:
-        links = _host_links(device_kinds, hosts, file.host)
+        links = _host_links(device_kinds, hosts, file.host, file.tier)
     else:
-        links = _rule_links(device_kinds, hosts, file.interconnect or _Interconnect())
+        links = _rule_links(device_kinds, hosts, file.interconnect or _Interconnect(), file.tier)
     if file.fabric is not None:
         links = dataclasses.replace(links.whole, fabrics=file.fabric)
     return Cluster(file.name or Path(path).stem, devices, tuple(device_kinds), links, hosts, path, file.host_memory_bytes)
@@ -347,21 +353,23 @@ def _device(item: Mapping[str, Any], where: str, kinds: Mapping[str, DeviceKind]
     return entry, _kind({"name": f"{entry.kind}/{entry.name}", "kind": entry.kind, **own}, where, kinds, base_key="kind")
 
 
-def _host_links(kinds: list[DeviceKind], hosts: tuple[int, ...], tables: Sequence[_HostTable]) -> HostLinks:
+def _host_links(
+    kinds: list[DeviceKind], hosts: tuple[int, ...], tables: Sequence[_HostTable], tiers: Sequence[Tier]
+) -> HostLinks:
     given = [Host(table.inside, parse_network(table.network)) for table in tables for _ in range(table.count)]
     if len(given) != max(hosts) + 1:
         raise InputError(f"host: links of {len(given)} hosts for devices on {max(hosts) + 1}; give those of each, in order")
-    return HostLinks(kinds, hosts, given)
+    return HostLinks(kinds, hosts, given, tiers)
 
 
-def _rule_links(kinds: list[DeviceKind], hosts: tuple[int, ...], chosen: _Interconnect) -> HostLinks:
+def _rule_links(kinds: list[DeviceKind], hosts: tuple[int, ...], chosen: _Interconnect, tiers: Sequence[Tier]) -> HostLinks:
     by_host: dict[int, Host] = {}
     for kind, host in zip(kinds, hosts, strict=True):
         if host not in by_host or not kind.host_processor:
             by_host[host] = default_host(kind)
     network = None if chosen.network is None else parse_network(chosen.network)
     table = [by_host.get(number, Host("pcie", parse_network("eth=25g"))) for number in range(max(hosts) + 1)]
-    return HostLinks(kinds, hosts, [Host(chosen.inside or host.fabric, network or host.network) for host in table])
+    return HostLinks(kinds, hosts, [Host(chosen.inside or host.fabric, network or host.network) for host in table], tiers)
 
 
 def _lines(table: Mapping[str, Any], path: str = "", *, row_by_row: bool = False) -> Iterator[str]:

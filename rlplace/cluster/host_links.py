@@ -1,15 +1,18 @@
 """Links of clusters whose hosts come in few classes, worked out for the pairs that are asked for.
 
-Hosts are alike where they have the same devices in the same order and the same interconnect. A cluster of at most three hosts
-of each class has a pair of every sort: two devices of one host, of two hosts of one class, of hosts of two classes. Its
-topology is lowered once; any pair has the rate, the latency and the resources of the pair that represents it, and the lane of a
-resource follows from how many of its users come before the device that chooses. So nothing here grows with the square of the
-number of devices. `HostLinks.whole` writes all pairs out, and equals `rlplace.cluster.topology.lower` of the whole topology.
+Hosts are alike where they have the same devices in the same order and the same interconnect, groups of a tier where as many
+hosts, or smaller groups, of each class make them up. A cluster of at most three hosts of each class, or of three of the largest
+groups with two of their members each, has a pair of every sort: two devices of one host, of two hosts of one class, of hosts of
+two classes, in one group or in two. Its topology is lowered once; any pair has the rate, the latency and the resources of the
+pair that represents it, and the lane of a resource follows from how many of its users come before the device that chooses. So
+nothing here grows with the square of the number of devices. `HostLinks.whole` writes all pairs out, and equals
+`rlplace.cluster.topology.lower` of the whole topology.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import pairwise
@@ -22,30 +25,40 @@ from rlplace.cluster.fabric import Fabric
 from rlplace.cluster.interconnect import Host, PathBuilder, build_fabrics, positions
 from rlplace.cluster.links import MAX_WRITTEN, Channels, Links
 from rlplace.cluster.presets import DeviceKind
+from rlplace.cluster.tiers import Tier, common_depth, tiers_of
 from rlplace.cluster.topology import MAX_LANES, DividedTopology, Topology, divided_topology, repeated, written_links
 from rlplace.errors import InputError
 from rlplace.files import without_collections
 
-_STAND_INS = 3  # hosts of a class: one for itself, two for its peers, so that peers are several
+_STAND_INS = 3  # members of a class: one for itself, two for its peers, so that peers are several
+_INNER_STAND_INS = 2  # of those inside a group that has peers: these have several themselves
 
 
 class _Standing(NamedTuple):
-    """Facts about hosts of each class, from those that represent them.
+    """Facts about hosts of each class, from those that represent them; nodes are groups of hosts, then hosts.
 
     Attributes:
         lowered: Pairs of devices of the standing hosts.
         row: int [S, S], row of a pair of standing devices in `lowered`.
-        first: int [classes, 2], first device of the first and the second host that represent a class.
-        owner: int [R], the standing host of a resource; local: int [R], its number among those of its host.
-        before: int [2, R, L + 1], senders and receivers of the resource's own host among its first devices.
-        outside: bool [2, R], whether devices of all other hosts send and receive over it.
+        hosts: int [classes], the host that represents a class; first: int [classes], its first standing device.
+        peer: int [classes, classes, L + 2], first standing device of a host of the second class that lies in so many groups
+            of the host that represents the first; the last is that host itself, and -1 stands where there is none.
+        owner: int [R], the node of a resource; local: int [R], its number among those of its node.
+        depth: int [R], column of the owner in `HostLinks._nodes`.
+        inside: bool [2, R], whether any device of the owner sends and receives over it: all, where the owner is a group.
+        before: int [2, R, L + 1], such devices among the first ones of an owner that is a host.
+        outside: bool [2, R], whether all devices outside of the owner do.
     """
 
     lowered: DividedTopology
     row: NDArray[np.int64]
+    hosts: NDArray[np.int64]
     first: NDArray[np.int64]
+    peer: NDArray[np.int64]
     owner: NDArray[np.int64]
     local: NDArray[np.int64]
+    depth: NDArray[np.int64]
+    inside: NDArray[np.bool_]
     before: NDArray[np.int64]
     outside: NDArray[np.bool_]
 
@@ -56,27 +69,39 @@ class HostLinks:
     Args:
         kinds: D device kinds.
         host_of: D host numbers.
-        hosts: Interconnect of each host.
+        hosts: H interconnects, of each host.
+        tiers: Groups of hosts with uplinks, inner ones first.
     """
 
-    def __init__(self, kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host]) -> None:
+    def __init__(
+        self, kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host], tiers: Sequence[Tier] = ()
+    ) -> None:
         self.hosts, self._kinds, self._faster = tuple(hosts), kinds, 1.0
+        self._tiers = tiers_of(tiers, len(hosts))
         self._host = np.array(host_of, dtype=np.int64)
         self.num_devices = len(self._host)
-        order = np.argsort(self._host, kind="stable")
-        starts = np.searchsorted(self._host[order], np.arange(len(hosts) + 1))
-        self._local = np.empty_like(order)
-        self._local[order] = np.arange(self.num_devices) - starts[self._host[order]]
-        made_of = np.fromiter(map(id, kinds), dtype=np.int64)[order]
-        classes: dict[tuple[object, ...], list[int]] = {}
-        for host, (link, begin, end) in enumerate(zip(hosts, starts.tolist(), starts[1:].tolist(), strict=False)):
-            if begin < end:
-                classes.setdefault((made_of[begin:end].tobytes(), link.fabric, link.network), []).append(host)
-        self._start, self._in_hosts = starts, self._host[order] * self.num_devices + order
-        self._classes = list(classes.values())
-        self._class = np.zeros(len(hosts), dtype=np.int64)
-        for number, members in enumerate(self._classes):
-            self._class[members] = number
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Groups of hosts with uplinks, inner ones first."""
+        return self._tiers.table
+
+    @property
+    def seats(self) -> NDArray[np.int64]:
+        """int64 [D, L + 1], the groups of each device, outermost first, -1 past the last; then its host, numbered on."""
+        return self._nodes[self._host]
+
+    @cached_property
+    def _nodes(self) -> NDArray[np.int64]:
+        """int64 [H, L + 1], `seats` of each host."""
+        return np.column_stack([self._tiers.chain, len(self._tiers.of) + np.arange(len(self.hosts))])
+
+    @cached_property
+    def _members(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Node x D + device of all devices of all nodes, in order; and where each node begins, int64 [nodes + 1]."""
+        nodes, count = self.seats, self.num_devices
+        keys = np.sort((nodes * count + np.arange(count)[:, None])[nodes >= 0])
+        return keys, np.searchsorted(keys, np.arange(len(self._tiers.of) + len(self.hosts) + 1) * count)
 
     @cached_property
     def fabrics(self) -> tuple[Fabric, ...]:
@@ -85,11 +110,14 @@ class HostLinks:
         return built if self.of_presets else tuple(fabric.quicker(self._faster) for fabric in built)
 
     def sorts(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the sort of groups as `Wires.sorts` says: by the places of their devices on hosts of which classes."""
+        """Returns the sort of groups as `Wires.sorts` says: by the places of their devices on hosts of which classes.
+
+        Devices as far from each other, of nodes as far from each other, take lanes that are as far from each other.
+        """
         host = self._host[groups]
-        width = self._standing.lowered.width
-        lane = groups[:, :1] % int(np.lcm.reduce(width[width > 0]))  # a device so much further takes the same lanes
-        facts = np.concatenate([host - host[:, :1], self._class[host], self._local[groups], lane], axis=1)
+        nodes = self._nodes[host].reshape(len(groups), -1)
+        apart = groups - groups[:, :1], nodes - np.tile(nodes[:, : self._nodes.shape[1]], groups.shape[1])
+        facts = np.concatenate([*apart, self._class[host], self._local[groups]], axis=1)
         numbers: dict[bytes, int] = {}
         return np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in facts], dtype=np.int64)
 
@@ -107,58 +135,111 @@ class HostLinks:
         return found
 
     @cached_property
+    def _children(self) -> dict[int, list[int]]:
+        """Groups and hosts with devices directly inside a group, by its number, in order; -1: inside of none."""
+        found, (_, starts), seen = dict[int, list[int]](), self._members, set[int]()
+        for row in self._nodes[np.diff(starts)[len(self._tiers.of) :] > 0].tolist():
+            parent = -1
+            for node in row:
+                if node >= 0 and node not in seen:
+                    found.setdefault(parent, []).append(node)
+                    seen.add(node)
+                parent = node if node >= 0 else parent
+        return found
+
+    @cached_property
+    def _node_class(self) -> NDArray[np.int64]:
+        """int64 [nodes], equal for groups, and for hosts, that are alike."""
+        (keys, starts), groups = self._members, len(self._tiers.of)
+        begins = starts[groups:] - starts[groups]
+        made_of = np.fromiter(map(id, self._kinds), dtype=np.int64)[keys[starts[groups] :] % self.num_devices]
+        numbers: dict[object, int] = {}
+        looks: Iterator[object] = (
+            (made_of[begin:end].tobytes(), host.fabric, host.network)
+            for host, (begin, end) in zip(self.hosts, pairwise(begins.tolist()), strict=True)
+        )
+        node_class = np.full(groups + len(self.hosts), -1)
+        node_class[groups:] = [numbers.setdefault(look, len(numbers)) for look in looks]
+        for group, number in enumerate(self._tiers.of.tolist()):  # inner ones first
+            tier, inside = self._tiers.table[number], Counter(node_class[self._children.get(group, [])].tolist())
+            look = tier.bytes_per_s, tier.latency_s, frozenset(inside.items())
+            node_class[group] = numbers.setdefault(look, len(numbers))
+        return node_class
+
+    @cached_property
+    def _class(self) -> NDArray[np.int64]:
+        """int64 [H], equal for hosts that are alike and lie in groups that are alike."""
+        rows = np.where(self._nodes >= 0, self._node_class[self._nodes], -1)
+        return np.unique(rows, axis=0, return_inverse=True)[1].ravel()
+
+    @cached_property
+    def _local(self) -> NDArray[np.int64]:
+        """int64 [D], the number of each device among those of its host."""
+        keys, starts = self._members
+        order, found = keys[starts[len(self._tiers.of)] :] % self.num_devices, np.empty(self.num_devices, dtype=np.int64)
+        found[order] = (
+            np.arange(self.num_devices) - (starts[len(self._tiers.of) :] - starts[len(self._tiers.of)])[self._host[order]]
+        )
+        return found
+
+    @cached_property
     def _standing(self) -> _Standing:
-        members = [members[:_STAND_INS] for members in self._classes]
-        standing = [host for own in members for host in own]
-        devices = [
-            [int(key % self.num_devices) for key in self._in_hosts[self._start[host] : self._start[host + 1]]]
-            for host in standing
-        ]
-        host_of = [number for number, own in enumerate(devices) for _ in own]
-        kinds = [self._kinds[device] for own in devices for device in own]
+        (keys, starts), groups, count = self._members, len(self._tiers.of), self.num_devices
+        hosts = np.array(list(self._stand_ins(-1, _STAND_INS)), dtype=np.int64)
+        own = [keys[starts[groups + host] : starts[groups + host + 1]] % count for host in hosts.tolist()]
+        devices, host_of = np.concatenate(own), np.repeat(np.arange(len(own)), list(map(len, own)))
+        kinds = [self._kinds[device] for device in devices.tolist()]
         with without_collections():
-            builder, count = PathBuilder(kinds, host_of, [self.hosts[host] for host in standing]), len(kinds)
-            paths = {(i, j): builder.path(i, j) for i in range(count) for j in range(count) if i != j}
-            owner = np.array([host for host, _ in builder.numbers], dtype=np.int64)
+            tiers = self._tiers._replace(chain=self._tiers.chain[hosts])
+            builder = PathBuilder(kinds, host_of.tolist(), [self.hosts[host] for host in hosts.tolist()], tiers)
+            paths = {(i, j): builder.path(i, j) for i in range(len(kinds)) for j in range(len(kinds)) if i != j}
+            made = np.array([node for node, _ in builder.numbers], dtype=np.int64)
+            owner = np.where(made < len(hosts), groups + hosts[np.minimum(made, len(hosts) - 1)], made - len(hosts))
+            depth = (self._nodes[hosts][:, :, None] == owner).any(axis=0).argmax(axis=0)
+            of_owner = self._nodes[hosts][host_of][:, depth].T == owner[:, None]
             pairs = np.array(list(paths), dtype=np.int64).reshape(-1, 2)
-            before, outside = self._users(np.array(host_of), owner, pairs, [path.over for path in paths.values()])
-            further = np.zeros((2, len(owner) + 1), dtype=np.int64)
-            further[:, :-1] = outside * (self.num_devices - count)  # devices that others represent are in no such host
-            found = divided_topology(Topology(count, tuple(builder.resources), paths), further)
-        row = np.full((count, count), -1)
+            users = _users(host_of, of_owner, pairs, [path.over for path in paths.values()])
+            further = np.zeros((2, len(owner) + 1), dtype=np.int64)  # devices that others represent
+            unseen = starts[owner + 1] - starts[owner] - of_owner.sum(axis=1)
+            further[:, :-1] = users[0] * unseen + users[2] * (count - len(kinds) - unseen)
+            found = divided_topology(Topology(len(kinds), tuple(builder.resources), paths), further)
+        row = np.full((len(kinds), len(kinds)), -1)
         row[found.pairs[:, 0], found.pairs[:, 1]] = np.arange(len(found.pairs))
-        starts = np.cumsum([0, *map(len, devices)])
-        at = np.cumsum([0, *map(len, members)])
-        first = np.array([[starts[begin], starts[begin + (end - begin > 1)]] for begin, end in pairwise(at)])
+        of_class, standing = np.unique(self._class[hosts], return_index=True)
+        first = np.searchsorted(host_of, np.arange(len(hosts)))
+        peer = np.full((self._class.max() + 1, self._class.max() + 1, self._nodes.shape[1] + 1), -1)
+        for number, host in zip(of_class.tolist(), hosts[standing].tolist(), strict=True):
+            peer[number, self._class[hosts], self._common_depth(host, hosts)] = first
+        chosen = np.zeros((2, len(peer)), dtype=np.int64)
+        chosen[:, of_class] = hosts[standing], first[standing]
         names = sorted({name for _, name in builder.numbers})
         local = np.array([names.index(name) for _, name in builder.numbers], dtype=np.int64)
-        return _Standing(found, row, first, owner, local, before, outside)
+        return _Standing(found, row, chosen[0], chosen[1], peer, owner, local, depth, *users)
 
-    @staticmethod
-    def _users(
-        host_of: NDArray[np.int64], owner: NDArray[np.int64], pairs: NDArray[np.int64], over: Sequence[Sequence[int]]
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Returns `before` and `outside` of `_Standing`."""
-        lengths = [len(resources) for resources in over]
-        resources = np.fromiter((r for path in over for r in path), np.int64)
-        seen = np.zeros((2, len(owner), len(host_of)), dtype=bool)
-        for way in (0, 1):
-            seen[way, resources, np.repeat(pairs[:, way], lengths)] = True
-        own = owner[:, None] == host_of
-        local = np.array(positions(host_of.tolist()), dtype=np.int64)
-        before = np.zeros((2, len(owner), int(local.max()) + 2), dtype=np.int64)
-        for way in (0, 1):
-            resource, device = np.nonzero(seen[way] & own)
-            before[way, resource, local[device] + 1] = 1
-        return before.cumsum(axis=2), (seen & ~own).any(axis=2)
+    def _stand_ins(self, parent: int, most: int) -> Iterator[int]:
+        """Yields hosts that represent those inside a group, at most so many members of each class."""
+        groups, alike = len(self._tiers.of), dict[int, list[int]]()
+        for node in self._children[parent]:
+            alike.setdefault(int(self._node_class[node]), []).append(node)
+        chosen = [node for own in alike.values() for node in own[:most]]
+        for node in chosen:
+            if node < groups:
+                yield from self._stand_ins(node, most if len(chosen) == 1 else _INNER_STAND_INS)
+            else:
+                yield node - groups
+
+    def _common_depth(self, hosts: ArrayLike, others: ArrayLike) -> NDArray[np.int64]:
+        """Returns in how many groups hosts lie together with others; for a host and itself one more than a host may lie in."""
+        one, other = np.asarray(hosts, dtype=np.int64), np.asarray(others, dtype=np.int64)
+        found = common_depth(self._tiers.chain[one], self._tiers.chain[other])
+        return np.where(one == other, self._nodes.shape[1], found)
 
     def _pairs(self, senders: ArrayLike, receivers: ArrayLike) -> list[NDArray[np.int64]]:
         """Returns senders and receivers as arrays [P], and the row of the pair that represents each, -1 for a device alone."""
         i, j = np.asarray(senders, dtype=np.int64), np.asarray(receivers, dtype=np.int64)
         (one, other), stand = (self._host[i], self._host[j]), self._standing
-        classes = self._class[one], self._class[other]
-        second = ((classes[0] == classes[1]) & (one != other)).astype(np.int64)
-        return [i, j, stand.row[stand.first[classes[0], 0] + self._local[i], stand.first[classes[1], second] + self._local[j]]]
+        peer = stand.peer[self._class[one], self._class[other], self._common_depth(one, other)]
+        return [i, j, stand.row[stand.first[self._class[one]] + self._local[i], peer + self._local[j]]]
 
     def rates(self, senders: ArrayLike, receivers: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Returns bytes per second and latency in seconds, float64 [P] each, as `Wires.rates` says."""
@@ -169,15 +250,21 @@ class HostLinks:
     def held(self, senders: ArrayLike, receivers: ArrayLike) -> NDArray[np.int64]:
         """Returns the channels of each pair, int64 [P, K], as `Wires.held` says; numbers are not those of `whole`."""
         i, j, row = self._pairs(senders, receivers)
-        stand, count = self._standing, len(self._standing.owner)
+        stand, (keys, starts), count = self._standing, self._members, len(self._standing.owner)
         found, over = stand.lowered, stand.lowered.over[row]
-        senders_own = stand.owner[over] == stand.owner[found.over[row, :1]]  # a path begins at a port of its sender
-        host = np.where(senders_own, self._host[i][:, None], self._host[j][:, None])
+        depth, sender, receiver = stand.depth[over], self._host[i], self._host[j]
+        stand_in = stand.hosts[self._class[sender]]
+        of_sender = np.take_along_axis(self._nodes[stand_in], depth, axis=1) == stand.owner[over]
+        ends = [np.take_along_axis(self._nodes[host], depth, axis=1) for host in (sender, receiver)]
+        node = np.where(of_sender, *ends)
         way = found.by_receiver[over].astype(np.int64)
         chooser = np.where(way == 1, j[:, None], i[:, None])
-        earlier = np.searchsorted(self._in_hosts, host * self.num_devices + chooser) - self._start[host]
-        position = stand.before[way, over, earlier] + stand.outside[way, over] * (chooser - earlier)
-        key = (host * count + stand.local[over]) * MAX_LANES + position % found.width[over]
+        earlier = np.searchsorted(keys, node * self.num_devices + chooser) - starts[node]
+        in_host = stand.before[way, over, np.minimum(earlier, stand.before.shape[2] - 1)]
+        in_group = stand.inside[way, over] * earlier
+        own = np.where(stand.owner[over] < len(self._tiers.of), in_group, in_host)
+        position = own + stand.outside[way, over] * (chooser - earlier)
+        key = (node * count + stand.local[over]) * MAX_LANES + position % found.width[over]
         key[~found.kept[row] | (row < 0)[:, None]] = -1
         key[repeated(key)] = -1
         return key
@@ -219,3 +306,28 @@ class HostLinks:
     def effective_channels(self) -> Channels:
         """Matrix or channels of `whole`."""
         return self.whole.effective_channels
+
+
+def _users(
+    host_of: NDArray[np.int64], own: NDArray[np.bool_], pairs: NDArray[np.int64], over: Sequence[Sequence[int]]
+) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.bool_]]:
+    """Returns `inside`, `before` and `outside` of `_Standing`.
+
+    Args:
+        host_of: int [S], hosts of standing devices.
+        own: bool [R, S], whether a device is one of the owner of a resource.
+        pairs: int [P, 2], senders and receivers.
+        over: Resources of each pair.
+    """
+    lengths = [len(resources) for resources in over]
+    resources = np.fromiter((r for path in over for r in path), np.int64)
+    seen = np.zeros((2, *own.shape), dtype=bool)
+    for way in (0, 1):
+        seen[way, resources, np.repeat(pairs[:, way], lengths)] = True
+    local = np.array(positions(host_of.tolist()), dtype=np.int64)
+    before = np.zeros((2, len(own), int(local.max()) + 2), dtype=np.int64)
+    for way in (0, 1):
+        resource, device = np.nonzero(seen[way] & own)
+        before[way, resource, local[device] + 1] = 1
+    inside, outside = (np.array((seen & there).any(axis=2)) for there in (own, ~own))
+    return inside, before.cumsum(axis=2), outside

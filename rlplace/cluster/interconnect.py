@@ -2,7 +2,8 @@
 
 Inside a host: NVLink ports through a non-blocking switch, a direct link per peer (V100 cube mesh, MI300X xGMI), or PCIe: a port
 per device and direction, the uplink of a switch that several devices share, the bus between sockets, and host memory where
-copies are staged through it. Between hosts: one or several network cards. `rlplace.cluster.topology` lowers it to channels.
+copies are staged through it. Between hosts: one or several network cards, and the uplinks of the groups of hosts that a
+transfer leaves and enters (`rlplace.cluster.tiers`). `rlplace.cluster.topology` lowers it to channels.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from rlplace.cluster.fabric import Fabric
 from rlplace.cluster.presets import FAMILIES, DeviceKind
+from rlplace.cluster.tiers import Tiers, common_depth, tiers_of
 from rlplace.cluster.topology import Resource, Topology, TransferPath
 from rlplace.errors import InputError
 
@@ -88,15 +90,18 @@ class Host:
     memory_bytes: int = 0
 
 
-def build_topology(kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host]) -> Topology:
+def build_topology(
+    kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host], tiers: Tiers | None = None
+) -> Topology:
     """Returns the resources of these hosts and a path for every ordered pair of devices.
 
     Args:
         kinds: D device kinds.
         host_of: D host numbers.
         hosts: Interconnect of each host.
+        tiers: Of these hosts; None: all meet in one network.
     """
-    builder = PathBuilder(kinds, host_of, hosts)
+    builder = PathBuilder(kinds, host_of, hosts, tiers)
     count = len(kinds)
     paths = {(i, j): builder.path(i, j) for i in range(count) for j in range(count) if i != j}
     return Topology(count, tuple(builder.resources), paths)
@@ -144,8 +149,11 @@ def positions(host_of: Sequence[int]) -> list[int]:
 class PathBuilder:
     """Paths between devices, and the resources that they need, each made on first use."""
 
-    def __init__(self, kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host]) -> None:
+    def __init__(
+        self, kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host], tiers: Tiers | None = None
+    ) -> None:
         self.kinds, self.host_of, self.hosts = kinds, host_of, hosts
+        self.tiers = tiers_of((), len(hosts)) if tiers is None else tiers
         self.slots, self.filled = _slots(kinds, host_of, len(hosts))
         self.local = positions(host_of)
         self.generation = [0] * len(hosts)  # of a host's own PCIe: that of its newest accelerator
@@ -155,13 +163,14 @@ class PathBuilder:
         self.resources: list[Resource] = []
         self.numbers: dict[tuple[int, str], int] = {}
         self.halves: dict[tuple[str, int], tuple[int, ...]] = {}
+        self.between: dict[tuple[int, int], tuple[int, ...]] = {}
 
-    def resource(self, host: int, name: str, bytes_per_s: float) -> int:
-        """Returns the number of a resource of a host; hosts that are alike have resources of the same names."""
-        if (host, name) not in self.numbers:
-            self.numbers[host, name] = len(self.resources)
-            self.resources.append(Resource(f"{name} of host {host}", bytes_per_s))
-        return self.numbers[host, name]
+    def resource(self, owner: int, name: str, bytes_per_s: float, latency_s: float = 0.0) -> int:
+        """Returns the number of a resource of a host, or of group g of a tier, number H + g; alike ones have the same names."""
+        if (owner, name) not in self.numbers:
+            self.numbers[owner, name] = len(self.resources)
+            self.resources.append(Resource(f"{name} of host {owner}", bytes_per_s, latency_s))
+        return self.numbers[owner, name]
 
     def path(self, i: int, j: int) -> TransferPath:
         if self.host_of[i] != self.host_of[j]:
@@ -211,10 +220,21 @@ class PathBuilder:
         return TransferPath(tuple(over), STAGED_LATENCY_S, 0.5) if staged else TransferPath(tuple(over), PCIE_LATENCY_S)
 
     def network(self, i: int, j: int) -> TransferPath:
-        """Returns a path over the card of either device; uplinks where a host has fewer cards than PCIe switches."""
-        a, b = self.hosts[self.host_of[i]].network, self.hosts[self.host_of[j]].network
+        """Returns a path over cards and tiers; over uplinks of PCIe switches where a host has fewer cards than these."""
+        ends = self.host_of[i], self.host_of[j]
+        a, b = (self.hosts[host].network for host in ends)
         latency = NETWORK_LATENCY_S["ib" if a.technology == b.technology == "ib" else "eth"]
-        return TransferPath(self.to_network("out", i) + self.to_network("in", j), latency)
+        if ends not in self.between:
+            own, other = (self.tiers.chain[host] for host in ends)
+            depth = int(common_depth(own, other))
+            out = [self.border("out", group) for group in own[depth:][::-1].tolist() if group >= 0]
+            self.between[ends] = *out, *(self.border("in", group) for group in other[depth:].tolist() if group >= 0)
+        return TransferPath(self.to_network("out", i) + self.between[ends] + self.to_network("in", j), latency)
+
+    def border(self, way: str, group: int) -> int:
+        """Returns the uplink of a group of hosts, in one direction."""
+        tier = self.tiers.table[self.tiers.of[group]]
+        return self.resource(len(self.hosts) + group, f"tier {way}", tier.bytes_per_s, tier.latency_s / 2)
 
     def to_network(self, way: str, device: int) -> tuple[int, ...]:
         if (way, device) not in self.halves:

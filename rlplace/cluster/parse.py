@@ -2,9 +2,9 @@
 
 ``KIND:COUNT`` is one host with COUNT devices, ``KIND:HOSTSxCOUNT`` several such hosts; terms joined by ``+`` are further
 hosts. Options follow a term after commas: ``pcie`` or ``nvlink`` choose the links inside its hosts, ``eth=25g`` or ``ib=400g``
-their network card, ``mem=512g`` the memory of each host, which offload may fill. A ``cpu`` term beside accelerators adds
-processors to their hosts, in order, and no hosts of its own. ``host`` is what this machine has; a name ending in ``.toml`` is a
-cluster file.
+their network card, ``mem=512g`` the memory of each host, which offload may fill, ``pod=8@1600g`` an uplink that every 8 hosts
+share (`rlplace.cluster.tiers`). A ``cpu`` term beside accelerators adds processors to their hosts, in order, and no hosts of
+its own. ``host`` is what this machine has; a name ending in ``.toml`` is a cluster file.
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import structs
+from numpy.typing import NDArray
 
 from rlplace.cluster.host_links import HostLinks
-from rlplace.cluster.interconnect import Host, parse_network
+from rlplace.cluster.interconnect import NETWORK_EFFICIENCY, Host, parse_network
 from rlplace.cluster.links import Device, Links, Wires
 from rlplace.cluster.presets import DeviceKind, find_kind, kind_names
+from rlplace.cluster.tiers import Tier, parse_tier
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.files import fingerprint, without_collections
 from rlplace.limits import DEVICES, MAX_BYTES
@@ -100,6 +106,16 @@ class Cluster:
     def num_devices(self) -> int:
         return len(self.devices)
 
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Groups of hosts that share an uplink, inner ones first."""
+        return self.links.tiers if isinstance(self.links, HostLinks) else ()
+
+    @cached_property
+    def seats(self) -> NDArray[np.int64]:
+        """int64 [D, L + 1], the groups of hosts in which each device lies, outermost first, -1 past the last; then its host."""
+        return self.links.seats if isinstance(self.links, HostLinks) else np.array(self.hosts)[:, None]
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON of all that matters for pricing; `name` and `text` do not."""
@@ -148,7 +164,7 @@ def check_cluster(cluster: Cluster) -> None:
 
 _COUNT = re.compile(r"(?:(\d{1,6})x)?(\d{1,6})", re.IGNORECASE)
 _MEMORY = re.compile(r"mem=(\d{1,6})g")
-_OPTIONS = ("pcie", "nvlink", "eth=25g", "ib=400g", "mem=512g")
+_OPTIONS = ("pcie", "nvlink", "eth=25g", "ib=400g", "mem=512g", "pod=8@1600g")
 
 
 def parse(text: str) -> Cluster:
@@ -189,34 +205,46 @@ def preset(text: str) -> Cluster:
 @lru_cache(maxsize=8)
 def _preset(text: str) -> Cluster:
     terms = [_parse_term(term) for term in text.split("+")]
-    total = sum(hosts * count for _, hosts, count, _ in terms)
+    total = sum(hosts * count for _, hosts, count, *_ in terms)
     if total > DEVICES:
         raise InputError(f"cluster {text[:60]!r}: {total} devices, the limit is {DEVICES}")
     kinds: list[DeviceKind] = []
     host_of: list[int] = []
     hosts: list[Host] = []
+    tiers: list[Tier] = []
     apart = [kind.host_processor and len(terms) > 1 for kind, *_ in terms]  # these belong to the hosts of the accelerators
     for processors in (False, True):
         chosen = [term for term, own in zip(terms, apart, strict=True) if own == processors]
-        several = [(kind, count, host) for kind, num_hosts, count, host in chosen for _ in range(num_hosts)]
+        several = [(kind, count, host) for kind, num_hosts, count, host, _ in chosen for _ in range(num_hosts)]
+        starts = itertools.accumulate((term.hosts for term in chosen), initial=0)
+        if processors and any(term.tiers for term in chosen):
+            raise InputError("cluster: processors beside accelerators add no hosts; give tiers with the accelerators")
+        for start, term in zip(starts, chosen, strict=False):
+            tiers += [structs.replace(tier, host=start) for tier in term.tiers]
         for number, (kind, count, host) in enumerate(several):
             if number == len(hosts):
                 hosts.append(host)
             kinds += [kind] * count
             host_of += [number] * count
     with without_collections():
-        return assemble(kinds, host_of, hosts, name=text, text=text)
+        return assemble(kinds, host_of, hosts, tiers, name=text, text=text)
 
 
 def assemble(
-    kinds: Sequence[DeviceKind], host_of: Sequence[int], hosts: Sequence[Host], *, name: str, text: str | None = None
+    kinds: Sequence[DeviceKind],
+    host_of: Sequence[int],
+    hosts: Sequence[Host],
+    tiers: Sequence[Tier] = (),
+    *,
+    name: str,
+    text: str | None = None,
 ) -> Cluster:
     """Builds a cluster with the default devices and links of its kinds.
 
     Accelerators are named ``gpu0``, ``gpu1``, ... and processors ``cpu0``, ...; communication buffers are reserved on every
     accelerator as soon as there are two.
     """
-    devices, links = tuple(default_devices(kinds)), HostLinks(kinds, host_of, hosts)
+    devices, links = tuple(default_devices(kinds)), HostLinks(kinds, host_of, hosts, tiers)
     memory = tuple(host.memory_bytes for host in hosts[: max(host_of) + 1])
     return Cluster(name, devices, tuple(kinds), links, tuple(host_of), text, memory if any(memory) else ())
 
@@ -240,7 +268,15 @@ def default_host(kind: DeviceKind) -> Host:
     return Host("nvlink" if kind.nvlink is not None else "pcie", parse_network(kind.network))
 
 
-def _parse_term(term: str) -> tuple[DeviceKind, int, int, Host]:
+class _Term(NamedTuple):
+    kind: DeviceKind
+    hosts: int
+    each: int
+    host: Host
+    tiers: tuple[Tier, ...]
+
+
+def _parse_term(term: str) -> _Term:
     head, *options = (part.strip() for part in term.split(","))
     name, colon, count_text = head.partition(":")
     name = name.strip().lower()
@@ -255,10 +291,14 @@ def _parse_term(term: str) -> tuple[DeviceKind, int, int, Host]:
     hosts, count = int(match[1] or 1), int(match[2])
     if hosts < 1 or count < 1:
         raise InputError(f"cluster {term[:60]!r}: needs at least one host and one device")
-    host = default_host(kind)
+    host, groups = default_host(kind), []
     for option in options:
-        host = _apply_option(host, option.lower(), kind)
-    return kind, hosts, count, host
+        if "@" in option:
+            groups.append(option.lower())
+        else:
+            host = _apply_option(host, option.lower(), kind)
+    tiers = tuple(parse_tier(option, hosts, NETWORK_EFFICIENCY[host.network.technology]) for option in groups)
+    return _Term(kind, hosts, count, host, tiers)
 
 
 def _apply_option(host: Host, option: str, kind: DeviceKind) -> Host:

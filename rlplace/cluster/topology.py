@@ -32,7 +32,8 @@ from rlplace.cluster.links import Links
 from rlplace.records import Record, Text
 
 _LANE_SLACK = 0.1  # a lane may be this much slower than a lone transfer could be
-MAX_LANES = 64
+MAX_LANES = 1 << 17
+"""Lanes of a resource: as many as a cluster has devices, since an uplink of many hosts may carry all of them at once."""
 
 
 class Resource(Record, frozen=True):

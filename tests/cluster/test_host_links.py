@@ -10,6 +10,7 @@ from rlplace.cluster.collectives import collective_s, contention
 from rlplace.cluster.host_links import HostLinks
 from rlplace.cluster.interconnect import Host, build_topology, parse_network
 from rlplace.cluster.presets import KINDS
+from rlplace.cluster.tiers import Tier, tiers_of
 from rlplace.cluster.topology import lower
 from rlplace.errors import InputError
 from rlplace.limits import DEVICES
@@ -19,7 +20,10 @@ HOST_KINDS = ["h100", "a100-80g", "v100", "l4", "rtx4090", "t4", "mi300x", "cpu"
 
 @st.composite
 def clusters(draw):
-    """Hosts of up to three classes in any order, unlike kinds in one host, processors of a host at the end of the devices."""
+    """Hosts of up to three classes in any order, unlike kinds in one host, processors of a host at the end of the devices.
+
+    Some in groups, of which some are in groups: alike ones and others, wide and narrow uplinks.
+    """
     classes = draw(
         st.lists(
             st.tuples(
@@ -32,23 +36,44 @@ def clusters(draw):
         )
     )
     rows = draw(st.lists(st.integers(0, len(classes) - 1), min_size=1, max_size=6))
+    if draw(st.booleans()):  # groups that are alike
+        rows = (rows * 12)[: draw(st.integers(8, 12))]
+    tiers, sizes = [], draw(st.lists(st.integers(2, 4), max_size=3))
+    for number in range(len(sizes)):
+        hosts, rate = int(np.prod(sizes[: number + 1])), draw(st.sampled_from([1e9, 1e10, 5e10, 2e11, 1e15]))
+        host = draw(st.integers(0, 2)) if number == 0 else tiers[0].host
+        for start in range(host, len(rows) - hosts + 1, hosts * (1 + draw(st.booleans()))):  # others are in no group
+            tiers.append(Tier(f"tier{number}", hosts, rate * draw(st.sampled_from([1, 1, 1, 3])), 1e-5, start, 1))
+        if not tiers:
+            break
     hosts = [Host(classes[row][1], parse_network(classes[row][2])) for row in rows]
     devices = [(KINDS[kind], host) for host, row in enumerate(rows) for kind in classes[row][0]]
     devices.sort(key=lambda device: device[0].host_processor and draw(st.booleans()))
     kinds, host_of = zip(*devices, strict=True)
-    return kinds, host_of, hosts
+    return kinds, host_of, hosts, tiers
 
 
 @settings(max_examples=60, deadline=None)
 @given(clusters())
 def test_classes_of_hosts_give_the_links_of_the_whole_topology(cluster):
-    whole, found = lower(build_topology(*cluster)), HostLinks(*cluster).whole
+    *parts, tiers = cluster
+    whole, found = lower(build_topology(*parts, tiers_of(tiers, len(parts[2])))), HostLinks(*cluster).whole
     assert np.array_equal(found.bandwidth_bytes_per_s, whole.bandwidth_bytes_per_s)
     assert np.array_equal(found.latency_s, whole.latency_s)
     assert found.channels == whole.channels
 
 
-@pytest.mark.parametrize("text", ["h100:4x8", "a100-80g:3x4+v100:2x8", "t4:5x2,eth=100g", "rtx4090:4x4,ib=2x100g"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "h100:4x8",
+        "a100-80g:3x4+v100:2x8",
+        "t4:5x2,eth=100g",
+        "rtx4090:4x4,ib=2x100g",
+        "h100:8x8,pod=2@1000g,region=4@100g@5ms",
+        "t4:6x2,pod=3@50g+l4:2x4,eth=25g",
+    ],
+)
 def test_groups_of_one_sort_take_equally_long_and_meet_as_all_do(text):
     cluster = Cluster.preset(text)
     wires, whole, count = cluster.links, cluster.links.whole, cluster.num_devices
@@ -89,14 +114,17 @@ def test_pairs_of_the_largest_cluster_are_those_of_a_small_one():
 
 
 def test_a_large_cluster_has_a_small_file(tmp_path):
-    cluster = Cluster.preset("h100:2048x8,mem=512g+l4:3x4,eth=10g+cpu:2")
+    cluster = Cluster.preset("h100:2048x8,pod=64@1.6t,region=512@100g@20ms,mem=512g+l4:3x4,eth=10g+cpu:2")
     cluster.save(tmp_path / "c.toml")
     again = Cluster.load(tmp_path / "c.toml")
     text = (tmp_path / "c.toml").read_text()
-    assert text.count("[[device]]") == 3 and text.count("[[host]]") == 2 and "[links]" not in text
+    assert (
+        text.count("[[device]]") == 3 and text.count("[[host]]") == 2 and text.count("[[tier]]") == 2 and "[links]" not in text
+    )
     assert again.devices == cluster.devices and again.hosts == cluster.hosts and again.fingerprint == cluster.fingerprint
-    rates = [one.links.rates([5, 16384], [16000, 16390])[0].tolist() for one in (again, cluster)]
-    assert rates[0] == rates[1]
+    assert again.links.tiers == cluster.links.tiers
+    rates = [one.links.rates([5, 5, 16384], [500, 16000, 16390]) for one in (again, cluster)]
+    assert np.array_equal(rates[0], rates[1]) and rates[0][1].tolist() == pytest.approx([25e-6, 25e-6 + 20e-3, 50e-6])
     for old, new, says in (
         ("count = 2048", "count = 2047", "links of 2050 hosts for devices on 2051"),
         ("count = 16384", "count = 131073", r"device\[0\]: count: expected a whole number in 1..131072, found 131073"),

@@ -162,8 +162,10 @@ def device_sets(cluster: Cluster) -> list[Devices]:
 
 def divisions(problem: SearchProblem, devices: tuple[int, ...]) -> Iterator[tuple[int, Mesh]]:
     """Yields numbers of places, and meshes of each without devices: all uniform ways to divide a set of devices."""
-    space, hosts = problem.space, [problem.cluster.hosts[device] for device in devices]
-    per_host = max(1, min(Counter(hosts).values()))
+    space = problem.space
+    *per_group, per_host = (
+        min(Counter(own[own >= 0].tolist()).values(), default=1) for own in problem.cluster.seats[[*devices]].T
+    )
     for places in space.only("pipeline", divisors(len(devices))):
         if places > len(problem.costs.names):
             continue
@@ -175,7 +177,7 @@ def divisions(problem: SearchProblem, devices: tuple[int, ...]) -> Iterator[tupl
             for context in space.only("context", divisors(width // tensor)):
                 if context & (context - 1) and space.context is None:
                     continue
-                inside = per_host // (tensor * context)
+                inside = [each // (tensor * context) for each in (per_host, *per_group)]
                 methods: Sequence[ContextMethod] = space.only("context_method", CONTEXT_METHODS) if context > 1 else (GATHER,)
                 for axes in _meshes(problem, width // tensor // context, context, tensor, inside, places > 1):
                     ways = (True, False) if tensor > 1 else (False,), methods, _tables(problem, axes, places)
@@ -184,14 +186,17 @@ def divisions(problem: SearchProblem, devices: tuple[int, ...]) -> Iterator[tupl
 
 
 def _meshes(
-    problem: SearchProblem, data: int, context: int, tensor: int, inside: int, chain: bool
+    problem: SearchProblem, data: int, context: int, tensor: int, inside: Sequence[int], chain: bool
 ) -> Iterator[tuple[int, int, int, int, int, int]]:
     """Yields degrees, replicate to expert, and level of meshes, by how the data axis is shared and copied.
+
+    Parameters are shared over all of it, a part of a host (`inside` has its devices first), or a group of hosts (then theirs).
 
     Experts are spread over any group with shares; without shares over the whole group or not at all.
     """
     space = problem.space
-    for shard in sorted({data, *divisors(math.gcd(data, max(1, min(data, inside))))} | set(space.shard or ())):
+    in_host, *in_groups = (math.gcd(data, max(1, min(data, each))) for each in inside)
+    for shard in sorted({data, *divisors(in_host), *in_groups} | set(space.shard or ())):
         if data % shard or not space.allows("shard", shard) or not space.allows("replicate", data // shard):
             continue
         levels = (1,) if chain else (1, 2, 3)

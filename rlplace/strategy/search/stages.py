@@ -110,7 +110,7 @@ class StageTable:
     def __init__(self, problem: SearchProblem) -> None:
         self._problem = problem
         cluster, blocks = problem.cluster, len(problem.costs.names)
-        self._kind, self._host = np.array(kind_numbers(problem.costs, cluster)), np.array(cluster.hosts)
+        self._kind, self._seats = np.array(kind_numbers(problem.costs, cluster)), cluster.seats
         self._room = np.array(problem.room_bytes)
         self._ends = np.unique(np.linspace(0, blocks, min(blocks, MOST_PARTS) + 1).astype(np.int64))
         self._known: dict[object, tuple[Floats, ...] | None] = {}
@@ -174,13 +174,13 @@ class StageTable:
         return plain_draft(tuple(bounds), places, microbatch=(each,), microbatches=(spread.count,), schedule=schedule)
 
     def _look(self, devices: Ints) -> tuple[bytes, bytes]:
-        """Returns a key that is equal for devices of like kinds that lie alike on hosts."""
-        host = self._host[devices]
-        return self._kind[devices].tobytes(), (host - host[0]).tobytes()
+        """Returns a key that is equal for devices of like kinds that lie alike on hosts and in groups of hosts."""
+        seats = self._seats[devices]
+        return self._kind[devices].tobytes(), (seats - seats[0]).tobytes()
 
     def _meshes(self, stage: Ints, degree: int) -> Iterator[Mesh]:
         """Yields meshes of a stage: a tensor group inside a host and copies, whole or shared."""
-        width, space, host, devices = len(stage), self._problem.space, self._host[stage], tuple(stage.tolist())
+        width, space, host, devices = len(stage), self._problem.space, self._seats[stage, -1], tuple(stage.tolist())
         for data in divisors(width):
             tensor = width // data
             if degree % data or not space.allows("tensor", tensor) or (tensor & (tensor - 1) and space.tensor is None):

@@ -20,11 +20,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import NamedTuple, overload
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from rlplace.cluster.fabric import COLLECTIVES, Fabric, Phase, bus_factor, inside, line, phase_s, serves
 from rlplace.cluster.links import Wires
@@ -40,6 +40,8 @@ HOP_LATENCY_SHARE = 1 / 3
 """Latency of one further hop of a ring or tree, as a share of the latency of a single transfer, which holds the launch as well:
 NCCL charges 3.4 us a hop over NVLink and 5.7 us over PCIe (tuning.cc, Simple protocol), a copy with its launch 10 and 15."""
 
+
+Ints = NDArray[np.int64]
 
 _LARGE = float(1 << 30)  # bytes: the message size at which the slowest of several fabrics counts
 _Algorithm = tuple[Phase, ...]  # times of its phases add up
@@ -78,7 +80,7 @@ def collective_s(links: Wires, kind: str, devices: Sequence[int], size_bytes: fl
     return seconds if isinstance(size_bytes, np.ndarray) else float(seconds)
 
 
-def contention(links: Wires, groups: Sequence[Sequence[int]]) -> float:
+def contention(links: Wires, groups: ArrayLike) -> float:
     """Returns factor on the bytes that the channels of a collective carry when it runs in all these groups at once.
 
     1.0 where no two groups share a channel. A network card through which the rings of four groups pass carries four times the
@@ -86,73 +88,77 @@ def contention(links: Wires, groups: Sequence[Sequence[int]]) -> float:
 
     Args:
         links: Links of D devices.
-        groups: Device numbers of groups of one size, each device in at most one of them.
+        groups: int64 [G, n], device numbers of groups of one size, each device in at most one of them.
 
     Returns:
         The busiest channel's seconds per byte with all groups, over the largest that a group alone has.
     """
-    if len(groups) == 1 or len(groups[0]) == 1:
+    members = np.asarray(groups, dtype=np.int64)
+    if 1 in members.shape:
         return 1.0
     every, alone = [], 0.0
-    for own in _by_sort(links, groups):
-        group = _checked(links, own[0].tolist())
-        hops = _ring_hops(links, group, _parts(links, group))
-        alone = max(alone, _along(links, hops).s_per_byte)
+    for own in _by_sort(links, members):
+        hops = _ring_hops(links, _checked(links, own[0]))
+        alone = max(alone, sent_at_once(links, *hops).s_per_byte)
         every.append(_same_hops(own, hops))
     if not 0.0 < alone < math.inf:
         return 1.0
     return sent_at_once(links, *np.concatenate(every, axis=1)).s_per_byte / alone
 
 
-def _by_sort(links: Wires, groups: Sequence[Sequence[int]]) -> list[NDArray[np.int64]]:
+def _by_sort(links: Wires, groups: Ints) -> list[Ints]:
     """Returns groups of one size, those of one sort together, int64 [G, n] each."""
-    members = np.array(groups, dtype=np.int64)
-    sorts = links.sorts(members)
-    return [members[sorts == number] for number in range(int(sorts.max()) + 1)]
+    sorts = links.sorts(groups)
+    return [groups[sorts == number] for number in range(int(sorts.max()) + 1)]
 
 
-def _same_hops(groups: NDArray[np.int64], hops: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+def _same_hops(groups: Ints, hops: Ints) -> Ints:
     """Returns the hops of groups of one sort, int64 [2, G x hops], from those of the first group."""
-    place = {device: number for number, device in enumerate(groups[0].tolist())}
-    ends = np.array([(place[i], place[j]) for i, j in hops], dtype=np.int64).reshape(-1, 2)
-    return np.array([groups[:, ends[:, way]].ravel() for way in (0, 1)])
+    order = np.argsort(groups[0])
+    ends = order[np.searchsorted(groups[0], hops, sorter=order)]
+    return np.stack([groups[:, ends[way]].ravel() for way in (0, 1)])
 
 
-def meet(links: Wires, groups: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> bool:
+def meet(links: Wires, groups: Sequence[Ints], others: Sequence[Ints]) -> bool:
     """Returns whether rings of some groups and rings of others use a channel together: a network card, a port, a bus.
 
     Args:
         links: Links of D devices.
-        groups: Device numbers of groups; those of one device use nothing.
-        others: Device numbers of the other groups.
+        groups: Device numbers of groups, int64 [G, n] for each size; those of one device use nothing.
+        others: Device numbers of the other groups, likewise.
     """
     used = []
     for several in (groups, others):
         hops = [
-            _same_hops(own, hops_of(_ring(links, _checked(links, own[0].tolist()))))
-            for size in sorted({len(group) for group in several} - {1})
-            for own in _by_sort(links, [group for group in several if len(group) == size])
+            _same_hops(own, hops_of([_ring(links, _checked(links, own[0]))]))
+            for members in several
+            if members.shape[1] > 1
+            for own in _by_sort(links, members)
         ]
         if not hops:
             return False
-        used.append(np.unique(links.held(*np.concatenate(hops, axis=1))))
-    shared = np.intersect1d(used[0], used[1], assume_unique=True)
-    return bool((shared >= 0).any())
+        held = links.held(*np.concatenate(hops, axis=1))
+        used.append(held[held >= 0])
+    most = max((int(own.max()) for own in used if len(own)), default=0)
+    marked = np.zeros(most + 1, dtype=bool)
+    marked[used[0]] = True
+    return bool(marked[used[1]].any())
 
 
-def _ring_hops(links: Wires, group: tuple[int, ...], parts: list[_Share]) -> list[tuple[int, int]]:
+@memoized
+def _ring_hops(links: Wires, group: tuple[int, ...]) -> Ints:
     """Returns hops of the ring, of the rails where fabrics have equal shares; a group inside one fabric has its ring's."""
+    parts = _parts(links, group)
     inside_one = len(parts) == 1 and parts[0][0] is not None
-    rings = _rails(parts) or [group if inside_one else _ring(links, group)]
-    return [hop for ring in rings for hop in hops_of(ring)]
+    return hops_of(_rails(parts) or [group if inside_one else _ring(links, group)])
 
 
-def _checked(links: Wires, devices: Sequence[int]) -> tuple[int, ...]:
-    group = tuple(int(d) for d in devices)
-    count = links.num_devices
-    if not group or len(set(group)) < len(group) or min(group) < 0 or max(group) >= count:
-        raise InputError(f"collective: devices {show(list(devices))} are not distinct numbers in 0..{count - 1}")
-    return group
+def _checked(links: Wires, devices: ArrayLike) -> tuple[int, ...]:
+    group, count = np.array(devices, dtype=np.int64), links.num_devices
+    ordered = np.sort(group)
+    if not len(group) or ordered[0] < 0 or ordered[-1] >= count or (ordered[1:] == ordered[:-1]).any():
+        raise InputError(f"collective: devices {show(group.tolist())} are not distinct numbers in 0..{count - 1}")
+    return tuple(group.tolist())
 
 
 @memoized
@@ -164,44 +170,56 @@ def _algorithms(links: Wires, kind: str, group: tuple[int, ...]) -> tuple[_Algor
     return *_over_links(links, kind, group), *_across(links, kind, parts)
 
 
+@memoized
 def _parts(links: Wires, group: tuple[int, ...]) -> list[_Share]:
     """Returns the group, divided into the shares of fabrics that can serve them; a device of no fabric is a share of its own.
 
     The smallest fabric that holds the whole group serves it, else each takes as many as it can.
     """
-    left, fabrics_of = list(group), _fabrics_of_device(links)
+    left, fabrics_of = np.array(group), _fabrics_of_device(links)
     parts: list[_Share] = []
-    while left:
-        members: dict[int, list[int]] = {}
-        for device in left:
-            for number in fabrics_of.get(device, ()):
-                members.setdefault(number, []).append(device)
-        ranked = sorted(
-            (-len(own), len(links.fabrics[number].devices), number)
-            for number, own in members.items()
-            if len(own) > 1 and serves(links.fabrics[number], own)
-        )
+    while len(left):
+        ranked: list[tuple[int, int, int, tuple[int, ...]]] = []
+        served: dict[object, bool] = {}  # by fabrics with the same curves, without direct links of pairs
+        for of_device in fabrics_of:
+            number = of_device[left]
+            order = np.argsort(number, kind="stable")
+            numbers, starts = np.unique(number[order], return_index=True)
+            members, ends = tuple(left[order].tolist()), [*starts.tolist(), len(left)]
+            for fabric_number, (begin, end) in zip(numbers.tolist(), pairwise(ends), strict=True):
+                if fabric_number < 0 or end - begin < 2:
+                    continue
+                fabric, own = links.fabrics[fabric_number], members[begin:end]
+                look = fabric_number if fabric.links else (id(fabric.curves), len(own))
+                if look not in served:
+                    served[look] = serves(fabric, own)
+                if served[look]:
+                    ranked.append((-len(own), len(fabric.devices), fabric_number, own))
         if not ranked:
-            parts += [(None, (device,)) for device in left] if parts else [(None, tuple(left))]
+            parts += [(None, (device,)) for device in left.tolist()] if parts else [(None, tuple(left.tolist()))]
             break
-        taken: set[int] = set()
-        for _, _, number in ranked:
-            if not taken.isdisjoint(members[number]):
+        taken = np.zeros(links.num_devices, dtype=bool)
+        for _, _, fabric_number, own in sorted(ranked):
+            if taken[list(own)].any():
                 break  # the fabric has lost devices, and its rank with them
-            parts.append((links.fabrics[number], tuple(members[number])))
-            taken.update(members[number])
-        left = [device for device in left if device not in taken]
+            parts.append((links.fabrics[fabric_number], own))
+            taken[list(own)] = True
+        left = left[~taken[left]]
     return parts
 
 
 @memoized
-def _fabrics_of_device(links: Wires) -> dict[int, tuple[int, ...]]:
-    """Returns numbers of the fabrics that join each device."""
-    fabrics: dict[int, tuple[int, ...]] = {}
+def _fabrics_of_device(links: Wires) -> Ints:
+    """Returns numbers of the fabrics that join each device, int64 [most fabrics of a device, D]; -1 past the last."""
+    fabrics: list[Ints] = []
     for number, fabric in enumerate(links.fabrics):
-        for device in fabric.devices:
-            fabrics[device] = (*fabrics.get(device, ()), number)
-    return fabrics
+        devices = list(fabric.devices)
+        row = next((row for row in fabrics if (row[devices] < 0).all()), None)
+        if row is None:
+            row = np.full(links.num_devices, -1, dtype=np.int64)
+            fabrics.append(row)
+        row[devices] = number
+    return np.array(fabrics, dtype=np.int64).reshape(-1, links.num_devices)
 
 
 def _over_links(links: Wires, kind: str, group: tuple[int, ...]) -> list[_Algorithm]:
@@ -213,7 +231,7 @@ def _over_links(links: Wires, kind: str, group: tuple[int, ...]) -> list[_Algori
         sent = sent_at_once(links, senders[apart], receivers[apart])
         s_per_byte, launch = sent.s_per_byte / size, float(sent.latency_s.max())
         return [(line(launch * (1 + HOP_LATENCY_SHARE * (size - 2)), s_per_byte),)] if s_per_byte < math.inf else []
-    s_per_byte, latency, _ = _along(links, hops_of(_ring(links, group)))
+    s_per_byte, latency, _ = sent_at_once(links, *hops_of([_ring(links, group)]))
     if s_per_byte == math.inf:
         return []
     launch, hop = float(latency.max()), HOP_LATENCY_SHARE * float(np.mean(latency))
@@ -240,8 +258,7 @@ def _across(links: Wires, kind: str, parts: list[_Share]) -> list[_Algorithm]:
     if not rails or share < 2 or kind == "all_to_all":
         return []
     hosts = len(parts)
-    hops = [hop for ring in rails for hop in hops_of(ring)]
-    s_per_byte, latency, _ = _along(links, hops)
+    s_per_byte, latency, _ = sent_at_once(links, *hops_of(rails))
     if s_per_byte == math.inf:
         return []
     launch = float(latency.max())
@@ -326,9 +343,11 @@ def _follow(cost: NDArray[np.float64], start: int) -> list[int]:
     return order
 
 
-def hops_of(ring: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns the (sender, receiver) pairs of a ring."""
-    return [(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True) if a != b]
+def hops_of(rings: Sequence[Sequence[int]]) -> Ints:
+    """Returns the senders and receivers of all hops of rings of one size, int64 [2, H]; none in a ring of one device."""
+    members = np.array(rings, dtype=np.int64)
+    hops: Ints = np.stack([members, np.roll(members, -1, axis=1)]).reshape(2, -1)
+    return hops[:, hops[0] != hops[1]]
 
 
 def rounds_of(kind: str) -> int:
@@ -359,7 +378,3 @@ def sent_at_once(links: Wires, senders: NDArray[np.int64], receivers: NDArray[np
     channels, number = np.unique(held[held >= 0], return_inverse=True)
     busy = np.bincount(number.ravel(), each, len(channels))
     return SentAtOnce(float(max(busy.max(initial=0.0), (1.0 / rate).max(initial=0.0))), latency, held)
-
-
-def _along(links: Wires, hops: Sequence[tuple[int, int]]) -> SentAtOnce:
-    return sent_at_once(links, *np.array(hops, dtype=np.int64).T)

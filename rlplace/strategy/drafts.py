@@ -9,7 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import chain, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rlplace.plan.strategy import GATHER, ContextMethod, Pipeline, Stage, Strategy
 from rlplace.strategy.costs import RECOMPUTE, Cut
@@ -22,12 +26,22 @@ _MANY = 64  # devices from which on their hash is kept
 
 
 class Devices(tuple[int, ...]):
-    """Device numbers whose hash is computed once: sets of thousands of devices are keys of many caches."""
+    """Device numbers whose hash and array are computed once: sets of thousands of devices are keys of many caches."""
+
+    @cached_property
+    def array(self) -> NDArray[np.int64]:
+        """int64 [D], the numbers."""
+        return np.array(self, dtype=np.int64)
 
     def __hash__(self) -> int:
         if "_hash" not in self.__dict__:
             self._hash = super().__hash__()
         return self._hash
+
+
+def array_of(devices: tuple[int, ...]) -> NDArray[np.int64]:
+    """Returns device numbers as an array, which must not be changed."""
+    return devices.array if isinstance(devices, Devices) else np.array(devices, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -134,9 +148,14 @@ class Draft:
         return max(place.data_degree for place in self.places)
 
     @property
+    def all_places(self) -> tuple[Mesh, ...]:
+        """Places of all pipelines."""
+        return sum((one.places for one in self.beside), start=self.places)
+
+    @property
     def devices(self) -> tuple[int, ...]:
         """Devices in use, of all pipelines."""
-        return tuple(device for one in (self, *self.beside) for place in one.places for device in place.devices)
+        return tuple(chain.from_iterable(place.devices for place in self.all_places))
 
     @property
     def shares(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -13,6 +13,7 @@ from rlplace.cluster import Cluster
 from rlplace.simulator import simulate
 from rlplace.simulator.reference import simulate_reference
 from rlplace.strategy.executor.evaluate import DraftEvaluator
+from rlplace.strategy.executor.meshes import AlikeLanes, lanes
 from rlplace.strategy.op_level import expand
 from rlplace.strategy.op_level.expand import expand_draft
 from tests.strategy.random_costs import CLUSTERS, random_costs, random_draft
@@ -73,6 +74,12 @@ def test_time_and_memory_are_the_simulators(seeds):
             assert abs(time).max() < 1e-9
 
 
+def each_lane(draft, kind):
+    """Every lane by itself."""
+    devices = [[[d for _, own in replicas for d in own] for replicas in lane.replicas] for lane in lanes(draft)]
+    return [AlikeLanes(lane, (), tuple(map(np.array, own))) for lane, own in zip(lanes(draft), devices, strict=True)]
+
+
 @pytest.mark.parametrize("seed", [2, 3, 5, 9, 12, 39, 123])
 def test_lanes_that_are_alike_are_simulated_once(seed, monkeypatch):
     """One device for all that do the same, or one for each lane: the same step, by the plain simulator, too."""
@@ -83,7 +90,7 @@ def test_lanes_that_are_alike_are_simulated_once(seed, monkeypatch):
         return expanded, simulate(expanded.problem, expanded.problem.group_device, order=expanded.order)
 
     few, once = run()
-    monkeypatch.setattr(expand, "_alike", lambda draft, cluster: [[lane] for lane in expand.lanes(draft)])
+    monkeypatch.setattr(expand, "alike_lanes", each_lane)
     many, each = run()
     assert sorted(device for row in many.stands_for for device in row) == sorted(draft.devices)
     assert len(few.stands_for) <= len(many.stands_for)

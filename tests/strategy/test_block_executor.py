@@ -16,7 +16,7 @@ from rlplace.plan.schedule import SCHEDULES
 from rlplace.strategy.costs import Cut
 from rlplace.strategy.drafts import Draft, Mesh, joined, plain_draft
 from rlplace.strategy.executor.evaluate import DraftEvaluator
-from rlplace.strategy.executor.meshes import copy_groups, lanes, share_groups, tensor_groups
+from rlplace.strategy.executor.meshes import Groups, copy_groups, lanes, share_groups, tensor_groups
 from rlplace.strategy.executor.traffic import SIZES, ClusterTraffic, table_s
 from tests.pipeline_theory import bubble_s, in_flight
 from tests.strategy.random_costs import CLUSTERS, random_costs, random_draft
@@ -251,12 +251,12 @@ def test_offload_moves_states_to_the_host():
 
 def test_groups_of_a_mesh_are_row_major():
     place = Mesh(tuple(range(16)), replicate=2, shard=2, context=2, tensor=2, sharding=1)
-    assert tensor_groups(place, 0)[:2] == ((0, 1), (2, 3))
-    assert share_groups(place)[:2] == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert copy_groups(place)[:2] == ((0, 8), (1, 9))
+    assert tensor_groups(place, 0).members[:2].tolist() == [[0, 1], [2, 3]]
+    assert share_groups(place).members[:2].tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert copy_groups(place).members[:2].tolist() == [[0, 8], [1, 9]]
     level_0 = Mesh(tuple(range(8)), replicate=2, context=2, tensor=2)
-    assert copy_groups(level_0) == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert share_groups(level_0)[0] == (0,)
+    assert copy_groups(level_0).members.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert share_groups(level_0).members[0].tolist() == [0]
 
 
 def test_lanes_of_unlike_degrees_hold_the_same_samples():
@@ -272,7 +272,7 @@ def test_tables_hold_the_times_of_collectives():
         cluster = Cluster.preset(name)
         group = tuple(range(cluster.num_devices))
         for kind in ("all_reduce", "all_gather", "all_to_all"):
-            table = ClusterTraffic(cluster).table(kind, (group,))
+            table = ClusterTraffic(cluster).table(kind, Groups(group, len(group)))
             sizes = 2.0 ** RNG(0).uniform(8, 45, 500)
             times = collective_s(cluster.links, kind, group, sizes)
             assert [table_s(table, size) for size in SIZES.tolist()[1:]] == pytest.approx(table[1:].tolist(), rel=1e-12)
@@ -284,11 +284,11 @@ def test_tables_hold_the_times_of_collectives():
 def test_groups_that_share_a_card_wait_for_each_other():
     cluster = Cluster.preset("h100:2x4,ib=400g")
     traffic = ClusterTraffic(cluster)
-    alone = table_s(traffic.table("all_reduce", ((0, 4),)), 1e9)
-    together = table_s(traffic.table("all_reduce", ((0, 4), (1, 5), (2, 6), (3, 7))), 1e9)
+    alone = table_s(traffic.table("all_reduce", Groups((0, 4), 2)), 1e9)
+    together = table_s(traffic.table("all_reduce", Groups(tuple(range(8)), 2, 4)), 1e9)
     assert together == pytest.approx(4 * alone, rel=2e-3)  # they start together, so the latency counts once
-    one = table_s(traffic.table("all_reduce", ((0, 1),)), 1e9)
-    assert table_s(traffic.table("all_reduce", ((0, 1), (2, 3), (4, 5), (6, 7))), 1e9) == one
+    one = table_s(traffic.table("all_reduce", Groups((0, 1), 2)), 1e9)
+    assert table_s(traffic.table("all_reduce", Groups(tuple(range(8)), 2)), 1e9) == one
 
 
 def test_the_devices_of_a_place_divide_what_pipelines_trade():

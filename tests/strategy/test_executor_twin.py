@@ -16,6 +16,7 @@ from rlplace.errors import InputError
 from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor import packing
 from rlplace.strategy.executor.evaluate import DraftEvaluator
+from rlplace.strategy.executor.meshes import Groups
 from rlplace.strategy.executor.reference import evaluate_reference
 from rlplace.strategy.executor.traffic import SIZES, ClusterTraffic, table_s
 from tests.strategy.random_costs import CLUSTERS, random_costs, random_draft
@@ -56,7 +57,7 @@ def test_frozen_blocks_before_all_trained_ones_are_gathered_once():
         for each in (costs, dataclasses.replace(costs, ratio=costs.ratio * last, known={}))
     )
     traffic = ClusterTraffic(cluster)
-    gather_s = table_s(traffic.table("all_gather", (tuple(range(8)),)), float(costs.held().weight_bytes[0]))
+    gather_s = table_s(traffic.table("all_gather", Groups(tuple(range(8)), 8)), float(costs.held().weight_bytes[0]))
     assert trained - frozen == pytest.approx(3 * gather_s, rel=1e-6)
 
 
@@ -99,7 +100,7 @@ def test_tables_of_many_sizes_say_what_single_ones_say():
     sizes = np.concatenate([SIZES[1:], 2.0 ** np.random.default_rng(0).uniform(0, 50, 500)])
     traffic = ClusterTraffic(PRESETS["v100:8"])
     traffic.tables[7] = np.inf
-    number = traffic.collective("all_reduce", (tuple(range(8)),))
+    number = traffic.collective("all_reduce", Groups(tuple(range(8)), 8))
     for calls, numbers in ((1.0, [number]), (2.0, [number]), (1.0, [7])):
         found = traffic.moved_s(numbers, sizes[None, None], np.full((1, 1, len(sizes)), calls))[0]
         assert found.tolist() == [calls * table_s(traffic.tables[numbers[0]], size / calls) for size in sizes.tolist()]

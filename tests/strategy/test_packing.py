@@ -14,7 +14,7 @@ from rlplace.cluster.links import Links
 from rlplace.strategy.costs import Cut, Tie
 from rlplace.strategy.drafts import Mesh, plain_draft
 from rlplace.strategy.executor import arrays as c
-from rlplace.strategy.executor.meshes import borders
+from rlplace.strategy.executor.meshes import Border, Groups, borders
 from rlplace.strategy.executor.packing import Packer
 from rlplace.strategy.executor.traffic import ClusterTraffic, table_s, tie_exchanges
 from tests.strategy.random_costs import random_costs, random_draft
@@ -40,8 +40,8 @@ def test_several_groups_take_as_long_as_the_slowest():
     cluster = joined_by(bandwidth)
     quick, slow = (collective_s(cluster.links, "all_reduce", group, SIZE) for group in ((0, 1), (2, 3)))
     assert slow > 5 * quick
-    assert table_s(ClusterTraffic(cluster).table("all_reduce", ((0, 1), (2, 3))), SIZE) == pytest.approx(slow)
-    assert table_s(ClusterTraffic(cluster).table("all_reduce", ((0, 1),)), SIZE) == pytest.approx(quick)
+    assert table_s(ClusterTraffic(cluster).table("all_reduce", Groups((0, 1, 2, 3), 2)), SIZE) == pytest.approx(slow)
+    assert table_s(ClusterTraffic(cluster).table("all_reduce", Groups((0, 1), 2)), SIZE) == pytest.approx(quick)
 
 
 def test_ways_that_share_a_channel_hold_one_number_in_common():
@@ -49,7 +49,7 @@ def test_ways_that_share_a_channel_hold_one_number_in_common():
     held = [[() for _ in range(4)] for _ in range(4)]
     held[0][1], held[2][3], held[1][2] = (0, 1), (0,), (1,)
     cluster = joined_by(np.full((4, 4), 1e9), tuple(map(tuple, held)))
-    pairs = {(0, 1): (((0, 1),), 1.0), (2, 3): (((2, 3),), 1.0), (1, 2): (((1, 2),), 0.5)}
+    pairs = {(0, 1): Border((0,), (1,), 1.0), (2, 3): Border((2,), (3,), 1.0), (1, 2): Border((1,), (2,), 0.5)}
     ways = ClusterTraffic(cluster).ways(pairs)
     first, second, third = (set(ways[border].channels) for border in pairs)
     assert first & second and first & third and not second & third

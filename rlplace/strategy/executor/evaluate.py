@@ -18,7 +18,7 @@ import numpy as np
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.strategy.costs import BlockCosts, Floats
-from rlplace.strategy.drafts import Draft, Mesh
+from rlplace.strategy.drafts import Draft, Mesh, array_of
 from rlplace.strategy.executor import arrays as c
 from rlplace.strategy.executor.meshes import check_draft, copy_groups, expert_share_degree, places_of, share_degree, tie_groups
 from rlplace.strategy.executor.packing import NO_TIES, Frame, Packer
@@ -44,8 +44,9 @@ def starting(draft: Draft, host_bytes: Sequence[float], costs: BlockCosts, clust
     """Returns bytes of each host while its processes start: what is offloaded, and one whole block a process, for weights are
     made or loaded one by one, and only then cut (`rlplace.deferred_weights`).
     """
-    block, processes = float(costs.held().weight_bytes.max()), Counter(cluster.hosts[device] for device in draft.devices)
-    return [held + block * processes[host] for host, held in enumerate(host_bytes)]
+    block, hosts = float(costs.held().weight_bytes.max()), np.array(cluster.hosts)
+    processes = sum(np.bincount(hosts[array_of(place.devices)], minlength=len(host_bytes)) for place in draft.all_places)
+    return (np.array(host_bytes) + block * processes).tolist()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def _gradient_sum_s(pipelines: Sequence[Draft], costs: BlockCosts, traffic: Clus
         for (number, place), mesh in zip(holders, places, strict=True):
             copies = copy_groups(mesh)
             traded_s = traffic.exchanged_s(groups, float(whole[block]) / len(mesh.devices))
-            given_s = traffic.exchanged_s(copies, float(parts[number][place][block]) / len(copies[0]))
+            given_s = traffic.exchanged_s(copies, float(parts[number][place][block]) / copies.size)
             spent[number, place] += traded_s + given_s  # type: ignore[assignment]
     return max(spent.values())
 
@@ -173,6 +174,8 @@ class DraftEvaluator:
     def __init__(self, costs: BlockCosts, cluster: Cluster) -> None:
         self.costs, self.cluster, self.traffic = costs, cluster, ClusterTraffic(cluster)
         self.packer = Packer(costs, cluster, self.traffic)
+        self._host = np.array(cluster.hosts, dtype=np.int64)
+        self._reserved = np.array([device.reserved_bytes for device in cluster.devices], dtype=np.float64)
 
     def score(self, draft: Draft) -> tuple[float, float]:
         """Returns step time in seconds, and bytes over capacity; `evaluate` returns more.
@@ -195,18 +198,17 @@ class DraftEvaluator:
             return side_by_side(draft, [self.evaluate(one) for one in draft.pipelines], self.costs, self.traffic)
         frame, (result, answers, used, on_host, stage_s) = self._run(draft)
         step, over = result.tolist()
-        peaks, (hosts, at_start) = [0] * self.cluster.num_devices, self._hosts(draft, on_host)
+        peaks, (hosts, at_start) = np.zeros(self.cluster.num_devices, dtype=np.int64), self._hosts(draft, on_host)
         over += self.cluster.host_over_bytes(at_start)
         for size, devices in zip(used.ravel().tolist(), frame.devices, strict=True):
-            for device in devices:
-                peaks[device] = math.ceil(self.cluster.devices[device].reserved_bytes + size)
+            peaks[devices] = np.ceil(self._reserved[devices] + size)
         busiest = int((answers[:, c.COMPUTE] + answers[:, c.TENSOR]).argmax())
         stages = [stage for stage, place in enumerate(draft.place_of_stage) if place == busiest]
         return StepEvaluation(
             step_time_s=step,
             passes_s=float(answers[:, c.END].max()) if step < math.inf else step,
             feasible=over == 0.0 and step < math.inf,
-            peak_memory_bytes=tuple(peaks),
+            peak_memory_bytes=tuple(peaks.tolist()),
             host_bytes=tuple(map(math.ceil, hosts)),
             starting_bytes=tuple(map(math.ceil, at_start)),
             over_bytes=over,
@@ -215,13 +217,20 @@ class DraftEvaluator:
             stage_busy_s=tuple(stage_s.tolist()),
         )
 
+    def left_bytes(self, draft: Draft) -> Floats:
+        """Returns float64 [P], unused bytes of the fullest device of every place of one pipeline, below 0 where it is over."""
+        frame, result = self._run(draft)
+        arrays = frame.arrays
+        least = np.minimum.reduceat(arrays.room_bytes, arrays.room_ptr[:-1]).reshape(result.used.shape)
+        found: Floats = (least - result.used).min(axis=0)
+        return found
+
     def _hosts(self, draft: Draft, on_host: Floats) -> tuple[list[float], list[float]]:
         """Returns bytes in the memory of each host, and while it starts, from float64 [P], those of a device of each place."""
-        hosts = [0.0] * (max(self.cluster.hosts) + 1)
+        hosts = np.zeros(self._host.max() + 1)
         for place, size in zip(draft.places, on_host.tolist(), strict=True):
-            for device in place.devices:
-                hosts[self.cluster.hosts[device]] += size
-        return hosts, starting(draft, hosts, self.costs, self.cluster)
+            hosts += size * np.bincount(self._host[array_of(place.devices)], minlength=len(hosts))
+        return hosts.tolist(), starting(draft, hosts.tolist(), self.costs, self.cluster)
 
     def parts_of_places(self, draft: Draft) -> Floats:
         """Returns float64 [P, `PARTS`], parts of the step of one pipeline on every place; raises as `score` does."""

@@ -12,17 +12,60 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd, inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError, show
 from rlplace.plan.actions import Action, chain_actions
 from rlplace.strategy.costs import CONTEXT_GATHER, EXPERT_ALL_TO_ALL, STATISTICS
-from rlplace.strategy.drafts import Draft, Mesh
+from rlplace.strategy.drafts import Devices, Draft, Mesh, array_of
 
-Groups = tuple[tuple[int, ...], ...]
-Pairs = tuple[tuple[int, int], ...]
-Border = tuple[Pairs, float]
-"""Pairs of devices that send at a stage border, and the part of a sender's tensor that each pair carries."""
+Ints = NDArray[np.int64]
+Passes = frozenset[tuple[int, int]]
+"""Samples and device kinds of the passes that some replicas run."""
+
+
+class Groups(NamedTuple):
+    """Groups of one size that fill a mesh in row-major order.
+
+    Attributes:
+        devices: Of the mesh.
+        size: Devices of a group.
+        stride: Between devices of a group.
+    """
+
+    devices: tuple[int, ...]
+    size: int
+    stride: int = 1
+
+    @property
+    def members(self) -> Ints:
+        """int64 [G, size], the devices of each group."""
+        return array_of(self.devices).reshape(-1, self.size, self.stride).swapaxes(1, 2).reshape(-1, self.size)
+
+
+class Border(NamedTuple):
+    """A border of neighbouring stages, in one direction. The devices of both places are paired in order.
+
+    Attributes:
+        senders: Devices of one place.
+        receivers: Devices of the other.
+        part: Part of a sender's tensor that each pair carries.
+    """
+
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+    part: float
+
+    @property
+    def pairs(self) -> Ints:
+        """int64 [2, N], senders and receivers of all pairs."""
+        count = max(len(self.senders), len(self.receivers))
+        ends = array_of(self.senders), array_of(self.receivers)
+        return np.stack([end[np.arange(count) * len(end) // count] for end in ends])
 
 
 @dataclass(frozen=True)
@@ -36,6 +79,20 @@ class Lane:
 
     microbatches: int
     replicas: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...]
+
+
+class AlikeLanes(NamedTuple):
+    """Lanes with as many micro-batches, as large, on as quick devices.
+
+    Attributes:
+        first: One of them.
+        passes: What the replicas of each place run in a lane.
+        devices: For each place int64 [.], the devices of all these lanes.
+    """
+
+    first: Lane
+    passes: tuple[Passes, ...]
+    devices: tuple[Ints, ...]
 
 
 def tensor_groups(place: Mesh, kind: int) -> Groups:
@@ -97,13 +154,7 @@ def spreads(place: Mesh) -> bool:
 
 
 def _groups(place: Mesh, size: int, stride: int) -> Groups:
-    """Returns groups of `size` devices, `stride` apart."""
-    devices, span = place.devices, size * stride
-    return tuple(
-        devices[start + offset : start + offset + span : stride]
-        for start in range(0, len(devices), span)
-        for offset in range(stride)
-    )
+    return Groups(place.devices, size, stride)
 
 
 def room_bytes(cluster: Cluster) -> tuple[float, ...]:
@@ -111,22 +162,67 @@ def room_bytes(cluster: Cluster) -> tuple[float, ...]:
     return tuple(inf if d.memory_bytes is None else float(d.memory_bytes - d.reserved_bytes) for d in cluster.devices)
 
 
-def lanes(draft: Draft) -> tuple[Lane, ...]:
-    """Returns the lanes of a draft. Levels 2 and 3 make one: every pass of theirs has collectives of all replicas."""
-    degree, (sizes, counts) = draft.data_degree, draft.shares
-    count = gcd(*(place.data_degree for place in draft.places))
+def lane_count(draft: Draft) -> int:
+    """Returns the number of lanes: one at levels 2 and 3, whose passes all have collectives of all replicas."""
     if any(place.sharding > 1 for place in draft.places):
-        count = 1
-    width = degree // count
-    found: list[list[tuple[tuple[int, tuple[int, ...]], ...]]] = [[] for _ in range(count)]
+        return 1
+    return gcd(*(place.data_degree for place in draft.places))
+
+
+def lanes(draft: Draft) -> tuple[Lane, ...]:
+    """Returns the lanes of a draft."""
+    return tuple(_lane(draft, number) for number in range(lane_count(draft)))
+
+
+def _lane(draft: Draft, number: int) -> Lane:
+    count, degree, (sizes, counts) = lane_count(draft), draft.data_degree, draft.shares
+    found, width = [], degree // count
     for place in draft.places:
         own, share = place.data_degree // count, degree // place.data_degree
         part = len(place.devices) // place.data_degree
-        samples = [sum(sizes[j : j + share]) for j in range(0, degree, share)]
-        replicas = [(size, place.devices[j * part : (j + 1) * part]) for j, size in enumerate(samples)]
-        for lane in range(count):
-            found[lane].append(tuple(replicas[lane * own : (lane + 1) * own]))
-    return tuple(Lane(max(counts[lane * width : (lane + 1) * width]), tuple(places)) for lane, places in enumerate(found))
+        found.append(
+            tuple(
+                (sum(sizes[j * share : (j + 1) * share]), place.devices[j * part : (j + 1) * part])
+                for j in range(number * own, (number + 1) * own)
+            )
+        )
+    return Lane(max(counts[number * width : (number + 1) * width]), tuple(found))
+
+
+def alike_lanes(draft: Draft, kind: Ints) -> list[AlikeLanes]:
+    """Returns the lanes of a draft by their work; `kind` is int64 [D], the kind of every device of the cluster."""
+    count, (sizes, counts) = lane_count(draft), draft.shares
+    looks = [np.array(counts, dtype=np.int64).reshape(count, -1).max(axis=1)[:, None]]
+    for place in draft.places:
+        samples = np.array(sizes, dtype=np.int64).reshape(place.data_degree, -1).sum(axis=1)
+        kinds = kind[array_of(place.devices)].reshape(place.data_degree, -1)
+        looks.append(samples.reshape(count, -1))
+        looks.append(kinds.reshape(count, -1))
+    look = np.concatenate(looks, axis=1)
+    if (look == look[:1]).all():
+        sorts = np.zeros(count, dtype=np.int64)
+    else:
+        sorts = np.unique(look, axis=0, return_inverse=True)[1].ravel()
+    found: dict[tuple[int, tuple[Passes, ...]], list[int]] = {}
+    firsts = np.sort(np.unique(sorts, return_index=True)[1]).tolist()
+    for first in firsts:
+        passes = tuple(_passes(draft, place, count, first, kind) for place in draft.places)
+        found.setdefault((int(looks[0][first, 0]), passes), []).append(first)
+    alike = []
+    for (_, passes), own in found.items():
+        inside = np.isin(sorts, sorts[own])
+        devices = tuple(array_of(place.devices).reshape(count, -1)[inside].ravel() for place in draft.places)
+        alike.append(AlikeLanes(_lane(draft, own[0]), passes, devices))
+    return alike
+
+
+def _passes(draft: Draft, place: Mesh, count: int, lane: int, kind: Ints) -> Passes:
+    """Returns what the replicas of a place run in a lane."""
+    own, share = place.data_degree // count, draft.data_degree // place.data_degree
+    samples = np.array(draft.shares[0], dtype=np.int64).reshape(-1, share).sum(axis=1)[lane * own : (lane + 1) * own]
+    kinds = kind[array_of(place.devices)].reshape(place.data_degree, -1)[lane * own : (lane + 1) * own]
+    pairs = np.unique(np.stack([np.broadcast_to(samples[:, None], kinds.shape), kinds]).reshape(2, -1), axis=1)
+    return frozenset(zip(*pairs.tolist(), strict=True))
 
 
 def stage_actions(draft: Draft, microbatches: int) -> list[list[Action]]:
@@ -156,8 +252,8 @@ def check_draft(draft: Draft, cluster: Cluster, blocks: int) -> None:
         raise InputError(f"draft: recompute and offload need one entry for each of {blocks} blocks")
     if set(draft.place_of_stage) != set(range(len(draft.places))):
         raise InputError("draft: every place holds at least one stage, and every stage has one of the places")
-    devices = draft.devices
-    if len(set(devices)) < len(devices) or min(devices) < 0 or max(devices) >= cluster.num_devices:
+    devices = np.sort(np.concatenate([array_of(place.devices) for place in draft.places]))
+    if devices[0] < 0 or devices[-1] >= cluster.num_devices or (devices[1:] == devices[:-1]).any():
         raise InputError(f"draft: devices must be distinct numbers in 0..{cluster.num_devices - 1}")
     for index, place in enumerate(draft.places):
         size = place.replicate * place.shard * place.context * place.tensor
@@ -183,25 +279,24 @@ def check_draft(draft: Draft, cluster: Cluster, blocks: int) -> None:
 def borders(draft: Draft) -> dict[tuple[int, int], Border]:
     """Returns the borders of neighbouring stages on unlike places, by sender and receiver.
 
-    Devices of both places are paired in order. Where the receiver has more replicas, each gets its part of the samples; where
-    it has more devices a replica, each gets everything.
+    Where the receiver has more replicas, each gets its part of the samples; where it has more devices a replica, each gets
+    everything.
     """
     found: dict[tuple[int, int], Border] = {}
     for one, other in pairwise(draft.place_of_stage):
         for sender, receiver in ((one, other), (other, one)):
             if sender != receiver and (sender, receiver) not in found:
-                ends = draft.places[sender], draft.places[receiver]
-                count = max(len(end.devices) for end in ends)
-                spread = [[end.devices[i * len(end.devices) // count] for i in range(count)] for end in ends]
-                degrees = [end.data_degree for end in ends]
-                found[sender, receiver] = tuple(zip(*spread, strict=True)), degrees[0] / max(degrees)
+                here, there = draft.places[sender], draft.places[receiver]
+                part = here.data_degree / max(here.data_degree, there.data_degree)
+                found[sender, receiver] = Border(here.devices, there.devices, part)
     return found
 
 
 def tie_groups(places: Sequence[Mesh]) -> Groups:
     """Returns the devices of several places that sum a tied gradient: those of one coordinate of the smallest place."""
     least = min(len(place.devices) for place in places)
-    return tuple(tuple(place.devices[i * len(place.devices) // least] for place in places) for i in range(least))
+    own = [array_of(place.devices)[np.arange(least) * len(place.devices) // least] for place in places]
+    return Groups(Devices(np.stack(own, axis=1).ravel().tolist()), len(places))
 
 
 def places_of(draft: Draft, blocks: Sequence[int]) -> tuple[int, ...]:

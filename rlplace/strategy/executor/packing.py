@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -13,18 +12,19 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.strategy.costs import BlockCosts, Floats, kind_numbers
-from rlplace.strategy.drafts import Draft, Mesh
+from rlplace.strategy.drafts import Draft, Mesh, array_of
 from rlplace.strategy.executor import arrays as c
 from rlplace.strategy.executor.arrays import BlockChoices, FrameArrays, Ints, LanePlace, PackedTies, PlacedBlock, StepResult
 from rlplace.strategy.executor.meshes import (
     Lane,
+    Passes,
+    alike_lanes,
     borders,
     check_draft,
     copy_degree,
     copy_groups,
     expert_share_degree,
     expert_share_groups,
-    lanes,
     room_bytes,
     share_degree,
     share_groups,
@@ -33,11 +33,10 @@ from rlplace.strategy.executor.meshes import (
 )
 from rlplace.strategy.executor.traffic import ClusterTraffic, tie_exchanges, tie_part
 
-Passes = frozenset[tuple[int, int]]
-"""Samples and device kinds of the passes that some replicas run."""
-
 KEPT_BYTES, KEPT_FRAMES = 256 << 20, 5_000
 """Bytes of rows and actions, and number of frames, above which the caches are dropped."""
+
+_KIND = {kind: number for number, kind in enumerate(c.KINDS)}
 
 NO_TIES = PackedTies(
     np.zeros(0), np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 3))
@@ -50,11 +49,12 @@ class Rows:
 
     Attributes:
         rows: float64 [rows, B, ROW]; grows.
+        kind: int64 [D], the kind of every device.
     """
 
     def __init__(self, costs: BlockCosts, cluster: Cluster, traffic: ClusterTraffic) -> None:
         self.costs, self.traffic = costs, traffic
-        self._kind = kind_numbers(costs, cluster)
+        self.kind = np.array(kind_numbers(costs, cluster), dtype=np.int64)
         self.rows = np.zeros((8, len(costs.names), c.ROW))
         self._row_of: dict[object, int] = {}
         self._place: dict[Mesh, list[float]] = {}
@@ -78,14 +78,14 @@ class Rows:
             row[c.ITEM], row[c.RELEASED] = held.gradient_item, held.released
             if held.turns.any():
                 turns = turn_groups(place)
-                row[c.TURN_TABLE], row[c.TURN_DEGREE] = traffic.collective("all_to_all", turns), len(turns[0])
+                row[c.TURN_TABLE], row[c.TURN_DEGREE] = traffic.collective("all_to_all", turns), turns.size
             self._place[place] = row
         return self._place[place]
 
     def passes(self, replicas: Sequence[tuple[int, tuple[int, ...]]]) -> Passes:
         """Returns the passes of replicas, each with its samples and devices."""
-        kind = self._kind
-        return frozenset([pair for samples, devices in replicas for pair in {(samples, kind[device]) for device in devices}])
+        kinds = [(samples, np.unique(self.kind[array_of(devices)]).tolist()) for samples, devices in replicas]
+        return frozenset([(samples, kind) for samples, own in kinds for kind in own])
 
     def number(self, place: Mesh, passes: Passes) -> int:
         """Returns the index of the row of a place whose replicas in a lane have these passes."""
@@ -133,13 +133,13 @@ class Frame:
 
     Attributes:
         arrays: Arrays of the kernels.
-        devices: For each lane and place its devices.
+        devices: For each sort of lanes and place its devices, int64 [.].
         result: Where the executor writes; overwritten by the next evaluation of the frame.
         known_ties: Ties by the places of all tied blocks.
     """
 
     arrays: FrameArrays
-    devices: tuple[tuple[int, ...], ...]
+    devices: tuple[Ints, ...]
     result: StepResult
     known_ties: dict[tuple[tuple[int, ...], ...], PackedTies] = field(default_factory=dict)
 
@@ -153,7 +153,7 @@ class Packer:
 
     def __init__(self, costs: BlockCosts, cluster: Cluster, traffic: ClusterTraffic) -> None:
         self.costs, self.cluster, self.traffic = costs, cluster, traffic
-        self._room = room_bytes(cluster)
+        self._room = np.array(room_bytes(cluster))
         self._forget()
 
     def _forget(self) -> None:
@@ -237,26 +237,19 @@ class Packer:
 
     def _make(self, draft: Draft) -> Frame:
         costed, places = self.costed, draft.places
-        differ: dict[tuple[int, tuple[Passes, ...]], list[list[int]]] = {}
-        for lane in lanes(draft):
-            passes = tuple([costed.passes(replicas) for replicas in lane.replicas])
-            inside = differ.setdefault((lane.microbatches, passes), [[] for _ in places])
-            for own, replicas in zip(inside, lane.replicas, strict=True):
-                for _, devices_of in replicas:
-                    own += devices_of
-        counts = tuple([key[0] for key in differ])
+        alike = alike_lanes(draft, costed.kind)
+        counts = tuple([one.first.microbatches for one in alike])
         actions, action_ptr = self._actions_of(draft, counts)
-        devices = tuple([tuple(own) for lane in differ.values() for own in lane])
-        rooms = [Counter([self._room[device] for device in own]) for own in devices]
-        sizes, count = zip(*[pair for room in rooms for pair in room.items()], strict=True)
+        devices = tuple([own for one in alike for own in one.devices])
+        rooms = [np.unique(self._room[own], return_counts=True) for own in devices]
         arrays = FrameArrays(
             np.array(draft.place_of_stage, dtype=np.int64), np.array(list(map(costed.place, places))),
             np.array(counts, dtype=np.int64),
-            np.array([list(map(costed.number, places, passes)) for _, passes in differ], dtype=np.int64),
-            actions, action_ptr, *self._ways_of(draft), np.array(sizes), np.array(count, dtype=np.int64),
-            _starts(rooms),
+            np.array([list(map(costed.number, places, one.passes)) for one in alike], dtype=np.int64),
+            actions, action_ptr, *self._ways_of(draft), np.concatenate([sizes for sizes, _ in rooms]),
+            np.concatenate([count for _, count in rooms]).astype(np.int64), _starts([sizes for sizes, _ in rooms]),
         )  # fmt: skip
-        return Frame(arrays, devices, StepResult.of(len(differ), len(places), draft.stages))
+        return Frame(arrays, devices, StepResult.of(len(alike), len(places), draft.stages))
 
     def _ways_of(self, draft: Draft) -> tuple[Floats, Ints, Ints]:
         """Returns the stage transfers of a draft: `ways`, `way_ptr` and `way_channels` of its frame."""
@@ -278,7 +271,8 @@ class Packer:
         key = draft.place_of_stage, draft.schedule, counts
         if key not in self._actions:
             rows = [row for count in counts for row in stage_actions(draft, count)]
-            flat = np.array([(stage, c.KINDS.index(kind), n) for row in rows for stage, kind, n in row], dtype=np.int32)
+            stages, kinds, numbers = zip(*[action for row in rows for action in row], strict=True)
+            flat = np.array([stages, [_KIND[kind] for kind in kinds], numbers], dtype=np.int32).T.copy()
             self._actions[key] = flat, _starts(rows)
             self._action_bytes += flat.nbytes
         return self._actions[key]

@@ -23,6 +23,7 @@ from rlplace.strategy.costs import (
 )
 from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor.meshes import (
+    Groups,
     Lane,
     copy_degree,
     copy_groups,
@@ -163,7 +164,7 @@ def reference_blocks(
             slowest = max(float(costs.update_s(kind, *place.state)[number]) for kind in kinds)
             whole_bytes = float(held.weight_bytes[number])
             block.update_s = slowest * (weights / whole_bytes if whole_bytes > 0 else 1.0 / share)
-            matrices, degree = held.turns[:, number], len(turn_groups(place)[0])
+            matrices, degree = held.turns[:, number], turn_groups(place).size
             if matrices[0] > 0 and degree > 1:  # each device has a matrix a time, which comes in parts and goes in parts
                 table = traffic.table("all_to_all", turn_groups(place))
                 block.update_s += 2.0 * (float(matrices[0]) / degree) * table_s(table, float(matrices[1] / matrices[0]))
@@ -174,8 +175,8 @@ def _meets(place: Mesh, cluster: Cluster) -> tuple[bool, bool]:
     """Returns `ClusterTraffic.meets` by walking every hop of every ring."""
     channels = cluster.links.whole.effective_channels
 
-    def used(groups: Sequence[Sequence[int]]) -> set[int]:
-        rings = [ring_order(cluster.links, group) for group in groups if len(group) > 1]
+    def used(groups: Groups) -> set[int]:
+        rings = [ring_order(cluster.links, group) for group in groups.members.tolist() if groups.size > 1]
         hops = [(ring[i - 1], ring[i]) for ring in rings for i in range(len(ring))]
         return {channel for one, other in hops for channel in channels[one][other]}
 

@@ -27,12 +27,11 @@ from rlplace.strategy.costs import (
     BlockCosts,
     Floats,
 )
-from rlplace.strategy.drafts import Draft, Mesh
+from rlplace.strategy.drafts import Draft, Mesh, array_of
 from rlplace.strategy.executor.arrays import Ints
 from rlplace.strategy.executor.meshes import (
     Border,
     Groups,
-    Pairs,
     copy_groups,
     places_of,
     share_degree,
@@ -98,18 +97,19 @@ class ClusterTraffic:
         self._numbers: dict[tuple[str, Groups], int] = {}
         self._unlike: dict[Groups, tuple[Floats, list[tuple[int, ...]]]] = {}  # their bytes, and one group of each sort
         self._distinct: dict[bytes, int] = {self.tables[0].tobytes(): 0}
-        self._pairs: dict[Pairs, tuple[float, float, Ints]] = {}
+        self._pairs: dict[object, tuple[float, float, Ints]] = {}
         pairs = zip(cluster.kinds, cluster.hosts, strict=True)
         self._accelerators = Counter(host for kind, host in pairs if not kind.host_processor)
 
     def collective(self, kind: str, groups: Groups) -> int:
         """Returns the number of the table of a collective that runs in all groups at once; 0 for groups of one device."""
-        if len(groups[0]) < 2:
+        if groups.size < 2:
             return 0
         if (kind, groups) not in self._numbers:
             if groups not in self._unlike:
-                unlike = np.unique(self.links.sorts(np.array(groups)), return_index=True)[1].tolist()
-                self._unlike[groups] = SIZES * contention(self.links, groups), [groups[number] for number in unlike]
+                members = groups.members
+                unlike = members[np.unique(self.links.sorts(members), return_index=True)[1]]
+                self._unlike[groups] = SIZES * contention(self.links, members), list(map(tuple, unlike.tolist()))
             sizes, own = self._unlike[groups]
             table = np.max([collective_s(self.links, kind, group, sizes) for group in own], axis=0)
             number = self._numbers[kind, groups] = self._distinct.setdefault(table.tobytes(), len(self._distinct))
@@ -137,9 +137,9 @@ class ClusterTraffic:
         """Returns whether collectives inside blocks, and sums over copies, use a channel over which weights are shared."""
         if not place.sharding:
             return False, False
-        inside = [group for kind in (0, CONTEXT_GATHER, EXPERT_ALL_TO_ALL) for group in tensor_groups(place, kind)]
-        shares = share_groups(place)
-        return meet(self.links, inside, shares), meet(self.links, copy_groups(place), shares)
+        inside = [tensor_groups(place, kind).members for kind in (0, CONTEXT_GATHER, EXPERT_ALL_TO_ALL)]
+        shares = [share_groups(place).members]
+        return meet(self.links, inside, shares), meet(self.links, [copy_groups(place).members], shares)
 
     def moved_s(self, tables: Sequence[int], size_bytes: Floats, calls: Floats, hidden_s: Floats | None = None) -> Floats:
         """Returns float64 [W, B], seconds of collectives [W, K, B] of so many bytes in so many calls, from K tables.
@@ -157,36 +157,36 @@ class ClusterTraffic:
 
     def ways(self, borders: Mapping[tuple[int, int], Border]) -> dict[tuple[int, int], Way]:
         """Returns the ways of stage transfers by sender and receiver, from `meshes.borders`."""
-        sent = [self._sent(pairs) for pairs, _ in borders.values()]
+        sent = [self._sent(border.pairs, border[:2]) for border in borders.values()]
         every, number = np.unique(np.concatenate([[], *(used for *_, used in sent)]), return_inverse=True)
         users = np.zeros((len(every), len(sent)), dtype=bool)  # channels that the same borders use are as good as one
         users[number, np.repeat(np.arange(len(sent)), [len(used) for *_, used in sent])] = True
-        last = {row.tobytes(): channel for channel, row in enumerate(users)}
-        unlike = users[[*last.values()]]
+        packed = np.packbits(users, axis=1)
+        unlike = users[np.unique(packed, axis=0, return_index=True)[1]]
         return {
-            border: Way(*sent[at][:2], part, tuple(np.flatnonzero(unlike[:, at]).tolist()))
-            for at, (border, (_, part)) in enumerate(borders.items())
+            border: Way(*sent[at][:2], borders[border].part, tuple(np.flatnonzero(unlike[:, at]).tolist()))
+            for at, border in enumerate(borders)
         }
 
     def exchanged_s(self, groups: Groups, size_bytes: float) -> float:
         """Returns seconds in which all devices of each group send so many bytes to each other one of it."""
-        pairs = tuple((i, j) for group in groups for i in group for j in group if i != j)
-        if not pairs or size_bytes <= 0.0:
+        if groups.size < 2 or size_bytes <= 0.0:
             return 0.0
-        latency, s_per_byte, _ = self._sent(pairs)
+        apart = np.argwhere(~np.eye(groups.size, dtype=bool)).T
+        latency, s_per_byte, _ = self._sent(groups.members[:, apart].swapaxes(0, 1).reshape(2, -1), groups)
         return latency + size_bytes * s_per_byte
 
-    def _sent(self, pairs: Pairs) -> tuple[float, float, Ints]:
-        """Returns latency, seconds per byte of each pair, and channels, when all pairs send at once."""
-        if pairs not in self._pairs:
-            sent = sent_at_once(self.links, *np.array(pairs).T)
+    def _sent(self, pairs: Ints, key: object) -> tuple[float, float, Ints]:
+        """Returns latency, seconds per byte of each pair, and channels, when all pairs, int64 [2, N], send at once."""
+        if key not in self._pairs:
+            sent = sent_at_once(self.links, *pairs)
             used = np.unique(sent.held)
-            self._pairs[pairs] = float(sent.latency_s.max()), sent.s_per_byte, used[used >= 0]
-        return self._pairs[pairs]
+            self._pairs[key] = float(sent.latency_s.max()), sent.s_per_byte, used[used >= 0]
+        return self._pairs[key]
 
-    def slowest_host_bytes_per_s(self, devices: Sequence[int]) -> tuple[float, float]:
+    def slowest_host_bytes_per_s(self, devices: tuple[int, ...]) -> tuple[float, float]:
         """Returns the least of `host_bytes_per_s` and of `host_memory_bytes_per_s` over devices."""
-        unlike = np.unique(self._host_sort[np.array(devices)], return_index=True)[1].tolist()
+        unlike = np.unique(self._host_sort[array_of(devices)], return_index=True)[1].tolist()
         own = [devices[number] for number in unlike]
         return min(map(self.host_bytes_per_s, own)), min(map(self.host_memory_bytes_per_s, own))
 

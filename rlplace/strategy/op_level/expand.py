@@ -24,11 +24,10 @@ from rlplace.errors import InputError
 from rlplace.plan.schedule import SCHEDULES
 from rlplace.problem import Problem
 from rlplace.strategy.blocks.op_costs import OpCosts, slowest
-from rlplace.strategy.costs import kind_numbers
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor import arrays as c
 from rlplace.strategy.executor.arrays import PlacedBlock
-from rlplace.strategy.executor.meshes import Lane, borders, lanes, stage_actions
+from rlplace.strategy.executor.meshes import Lane, alike_lanes, borders, stage_actions
 from rlplace.strategy.executor.packing import Packer, placed_blocks, received_bytes
 from rlplace.strategy.executor.rules import WHOLE
 from rlplace.strategy.executor.traffic import ClusterTraffic, table_s, tie_exchanges
@@ -47,7 +46,7 @@ class LaneBuild:
         places = map(whole.packer.costed.place, draft.places)
         self.meets = [(row[c.MEETS_BLOCKS], row[c.MEETS_COPIES] > 0.0) for row in places]
         self.released = costs.held().released
-        step, kind_of = costs.step_ops(whole.split), kind_numbers(costs, whole.cluster)
+        step, kind_of = costs.step_ops(whole.split), whole.packer.costed.kind.tolist()
         self.stages, self.collective_s = [], []
         for place, inside in zip(draft.place_of_stage, whole.ranges, strict=True):
             cuts = sorted({(kind_of[device], samples) for samples, devices in lane.replicas[place] for device in devices})
@@ -239,18 +238,6 @@ def splits(draft: Draft) -> bool:
     return draft.schedule is not None and SCHEDULES[draft.schedule].splits_backward
 
 
-def _alike(draft: Draft, cluster: Cluster) -> list[list[Lane]]:
-    """Returns lanes by their work: as many micro-batches, as large, on as quick devices."""
-    found: dict[object, list[Lane]] = {}
-    for lane in lanes(draft):
-        looks = tuple(
-            tuple(sorted({(samples, tuple(str(cluster.devices[d].kind) for d in devices)) for samples, devices in replicas}))
-            for replicas in lane.replicas
-        )
-        found.setdefault((lane.microbatches, looks), []).append(lane)
-    return list(found.values())
-
-
 class Expansion:
     """One draft on its way to ops."""
 
@@ -260,18 +247,18 @@ class Expansion:
         self.packer = Packer(costs, cluster, traffic)
         self.packer.frame(draft)  # checks it
         self.ways = traffic.ways(borders(draft))
-        self.lanes = _alike(draft, cluster)
+        self.lanes = alike_lanes(draft, self.packer.costed.kind)
         self.build = StepBuild(len(self.lanes) * len(draft.places))
 
     def expanded(self) -> ExpandedDraft:
         """Returns all ops."""
         draft, build, resident, stands_for, update = self.draft, self.build, [], [], []
         for number, alike in enumerate(self.lanes):
-            lane = LaneBuild(self, number, alike[0])
+            lane = LaneBuild(self, number, alike.first)
             lane.run()
             for place in range(len(draft.places)):
                 resident.append(math.ceil(lane.resident_bytes(place)))
-                stands_for.append(tuple(d for one in alike for _, devices in one.replicas[place] for d in devices))
+                stands_for.append(tuple(alike.devices[place].tolist()))
                 update.append([lane.rows[place][block].update_s for block in draft.blocks_of(place)])
         for number, (tie_s, involved) in enumerate(tie_exchanges(draft, self.costs, self.traffic)):
             for device in range(build.devices):  # once all places with the weight are done

@@ -76,8 +76,7 @@ def fitted(
     low, high = [0] * len(every), [len(saved) for saved in saved_by]  # enough at least; known to be enough
     at = low[:]
     for guess in itertools.count():
-        left = _left(tries, tried.draft)
-        missing = [max(-left[device] for device in place.devices) for place in draft.places]
+        missing = (-tries.problem.scores.left_bytes(tried.draft)).tolist()
         if tried.step_s >= below_s and all(short > 0.0 or not n for short, n in zip(missing, at, strict=True)):
             return None
         for place, (short, saved) in enumerate(zip(missing, saved_by, strict=True)):
@@ -124,7 +123,7 @@ def other_choices(tries: Tries, draft: Draft, together: Sequence[int], ends: int
     classes, passes = tries.problem.costs.classes, in_flight_of(draft)
     now = list(zip(draft.recompute, draft.offload, strict=True))
     stage_of = draft.stage_of_block
-    left, worst = _left(tries, draft), draft.place_of_stage[tries.problem.scores.evaluate(draft).bottleneck]
+    left, worst = tries.problem.scores.left_bytes(draft), draft.place_of_stage[tries.problem.scores.evaluate(draft).bottleneck]
     for place in sorted(range(len(draft.places)), key=lambda place: place != worst):
         own = draft.blocks_of(place)
         if all(now[block] == choices[0] for block in own):
@@ -143,7 +142,7 @@ def other_choices(tries: Tries, draft: Draft, together: Sequence[int], ends: int
                 if c != at
             ]
         changes.sort()
-        room = min(left[device] for device in draft.places[place].devices)
+        room = float(left[place])
         for count in together:
             for chosen in _exchanges([change[:3] for change in changes], count, room):
                 yield {changes[index][2]: changes[index][3] for index in chosen}
@@ -187,7 +186,7 @@ def _runnable(tries: Tries, draft: Draft, choices: list[Choice]) -> list[Choice]
     """Returns choices without those that the engine refuses for all blocks of the draft."""
     first = choices[0]
     alone = [choice for choice in choices[1:] if choice[0] == first[0] or choice[1] == first[1]]
-    refused = {choice for choice in alone if tries.refused(_all(draft, choice))}
+    refused = {choice for choice in alone if tries.choice_refused(_all(draft, choice))}
     return [one for one in choices if refused.isdisjoint((one, (one[0], first[1]), (first[0], one[1])))]
 
 
@@ -203,15 +202,6 @@ def changed(draft: Draft, chosen: dict[int, Choice]) -> Draft:
     for block, choice in chosen.items():
         recompute[block], offload[block] = choice
     return dataclasses.replace(draft, recompute=bytes(recompute), offload=bytes(offload))
-
-
-def _left(tries: Tries, draft: Draft) -> list[float]:
-    """Returns unused bytes of every device; below 0 where it is over capacity."""
-    peaks = tries.problem.scores.evaluate(draft).peak_memory_bytes
-    return [
-        math.inf if device.memory_bytes is None else device.memory_bytes - peak
-        for device, peak in zip(tries.problem.cluster.devices, peaks, strict=True)
-    ]
 
 
 def steps(problem: SearchProblem, draft: Draft, place: int, choices: Sequence[Choice]) -> list[Step]:

@@ -100,7 +100,7 @@ def memory_parts(
         expansion, fine = Expansion(one, costs, cluster, traffic, False), tasks_of(one, costs) <= MOST_TASKS
         moments = _at_peak(expansion.expanded()) if fine else None
         for number, alike in enumerate(expansion.lanes):
-            for place, blocks in enumerate(placed_blocks(one, alike[0], expansion.packer)):
+            for place, blocks in enumerate(placed_blocks(one, alike.first, expansion.packer)):
                 parts, own = dict.fromkeys(PARTS, 0), [blocks[block] for block in one.blocks_of(place)]
                 parts["weights"] = int(sum(block.held_weight_bytes for block in own))
                 parts["gradients"] = int(sum(block.held_gradient_bytes for block in own))
@@ -108,10 +108,10 @@ def memory_parts(
                 if one.places[place].tables > 1:
                     parts["tables"] = int(costs.held(*one.places[place].state).expert_bytes[2, [*one.blocks_of(place)]].sum())
                     parts["optimizer"] -= parts["tables"]
-                parts["buffers"] = int(received_bytes(one, alike[0], blocks, place))
+                parts["buffers"] = int(received_bytes(one, alike.first, blocks, place))
                 for name, size in (moments[number * len(one.places) + place] if moments else {}).items():
                     parts[name] += size
-                for device in (d for lane in alike for _, devices in lane.replicas[place] for d in devices):
+                for device in alike.devices[place].tolist():
                     held = {**parts, "reserved": cluster.devices[device].reserved_bytes}
                     left = finest.peak_memory_bytes[device] - sum(held.values())  # op by op only rounding
                     held["weights" if fine else "activations"] += left

@@ -144,12 +144,16 @@ def search(
     except OutOfBudgetError:
         complete = False
     known = tries.known()
-    ranked = tuple(tried for tried in known if tried.fits)
+    of_kinds: dict[str, Tried] = {}
+    for tried in known:
+        if kind_of(tried.draft) not in of_kinds and tries.runs(tried):
+            of_kinds[kind_of(tried.draft)] = tried
+    ranked = tuple(tried for tried in known if tried.fits and tries.runs(tried, ask=False))
     if not ranked:
         raise _nothing(tries, bool(options.first or options.rivals), complete)
-    of_kinds = {kind_of(tried.draft): tried for tried in reversed(known) if math.isfinite(tried.step_s)}
     refused = {kind_of(tried.draft): tried.reason for tried in known if tried.reason}
-    best = min(filter(None, uniform), key=lambda tried: tried.step_s, default=None)
+    by_time = sorted(filter(None, uniform), key=lambda tried: tried.step_s)
+    best = next(filter(tries.runs, by_time), None)
     return SearchResult(ranked, best, of_kinds, refused, all_kinds, tries.calls, complete, tries.reasons)
 
 
@@ -223,8 +227,8 @@ def starts(tries: Tries) -> Iterator[Tried]:
     """Yields the best drafts of one pipeline that fit, of a few unlike kinds, the best first."""
     kinds: dict[str, Tried] = {}
     for tried in tries.known():
-        if tried.fits and not tried.draft.beside:
-            kinds.setdefault(kind_of(tried.draft), tried)
+        if tried.fits and not tried.draft.beside and kind_of(tried.draft) not in kinds and tries.runs(tried):
+            kinds[kind_of(tried.draft)] = tried
     yield from itertools.islice(kinds.values(), STARTS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -26,6 +27,9 @@ from rlplace.strategy.search.space import Space
 
 _REPORTED = 32
 """Evaluations between calls of `Progress`."""
+
+NEAR = 1.1
+"""The engine is asked at once for drafts that take at most so many times as long as the best."""
 
 Progress = Callable[[int, float], None]
 """Called now and then with the evaluations so far and the seconds of the best that fits."""
@@ -161,6 +165,8 @@ class Tries:
         self._progress = progress
         self._known: dict[Draft, Tried] = {}
         self._runs: dict[object, str | None] = {}
+        self._forms: dict[object, bool] = {}
+        self._running: set[Draft] = set()
 
     def within(self, problem: SearchProblem, part: float) -> Tries:
         """Returns tries of another problem with a part of the budget that is left; the caller adds their calls."""
@@ -198,20 +204,38 @@ class Tries:
         """Returns everything that was evaluated, the best first."""
         return sorted(self._known.values(), key=lambda tried: tried.key)
 
+    def runs(self, tried: Tried, *, ask: bool = True) -> bool:
+        """Returns whether the engine runs a draft; unless it may be asked now, whether that is known."""
+        tried = self._known[tried.draft]
+        if tried.draft in self._running or math.isinf(tried.step_s) or not ask:
+            return tried.draft in self._running
+        return math.isfinite(self._asked(tried).step_s)
+
     def refused(self, draft: Draft) -> str | None:
         """Explains why space, costs or engine exclude a draft, or it contradicts itself; the reason is counted."""
-        reason = self._reason(draft)
+        reason = self._barred(draft) or self._engine_refuses(draft)
         if reason is not None:
             self.reasons[reason] += 1
         return reason
 
-    def _reason(self, draft: Draft) -> str | None:
+    def choice_refused(self, draft: Draft) -> bool:
+        """Returns whether the engine refuses what blocks of a draft recompute and offload, asked once for all of its form."""
+        form = tuple(map(_form, draft.pipelines))
+        if form not in self._forms:
+            self._forms[form] = self.refused(draft) is not None
+        return self._forms[form]
+
+    def _barred(self, draft: Draft) -> str | None:
+        """Explains why space or costs exclude a draft."""
         problem = self.problem
         if (key := problem.space.forbids(draft)) is not None:
             return f"space: {key}"
         cuts = {place.cut(size) for one in draft.pipelines for place in one.places for size in one.microbatch}
-        if why := next((why for cut in cuts if (why := problem.costs.why_not(cut)) is not None), None):
-            return why
+        return next((why for cut in cuts if (why := problem.costs.why_not(cut)) is not None), None)
+
+    def _engine_refuses(self, draft: Draft) -> str | None:
+        """Explains why the engine cannot run a draft, or it is no strategy at all."""
+        problem = self.problem
         if problem.why_not is None:
             return None
         if (look := tuple(map(_look, draft.pipelines))) not in self._runs:
@@ -223,30 +247,52 @@ class Tries:
         return self._runs[look]
 
     def score(self, draft: Draft) -> Tried:
-        """Returns the score of a draft; inf seconds where it is refused.
+        """Returns the score of a draft; inf seconds where it is refused. The engine is asked only near the best: `runs`.
 
         Raises:
             OutOfBudgetError: It is not known yet, and nothing is left.
         """
         if draft in self._known:
             return self._known[draft]
-        if (reason := self.refused(draft)) is not None:
-            tried = Tried(draft, math.inf, 0.0, reason)
-        else:
-            if not self.left():
-                raise OutOfBudgetError
-            self.budget.used += 1
-            if self._progress is not None and self.calls % _REPORTED == 0:
-                self._progress(self.calls, self.best_s)
-            try:
-                tried = Tried(draft, *self.problem.scores.score(draft))
-            except InputError as error:  # the schedule cannot run so many stages or micro-batches
-                self.reasons[str(error)] += 1
-                tried = Tried(draft, math.inf, 0.0, str(error))
+        if (reason := self._barred(draft)) is not None:
+            return self._refuse(draft, reason)
+        if not self.left():
+            raise OutOfBudgetError
+        self.budget.used += 1
+        if self._progress is not None and self.calls % _REPORTED == 0:
+            self._progress(self.calls, self.best_s)
+        try:
+            tried = Tried(draft, *self.problem.scores.score(draft))
+        except InputError as error:  # the schedule cannot run so many stages or micro-batches
+            return self._refuse(draft, str(error))
         self._known[draft] = tried
+        if self.best is None or tried.key < self.best.key or (tried.fits and tried.step_s < NEAR * self.best_s):
+            tried = self._asked(tried)
         if self.best is None or tried.key < self.best.key:
             self.best = tried
         return tried
+
+    def _asked(self, tried: Tried) -> Tried:
+        """Asks the engine; returns the score, which a refusal changes."""
+        reason = self._engine_refuses(tried.draft)
+        if reason is not None:
+            return self._refuse(tried.draft, reason)
+        self._running.add(tried.draft)
+        return tried
+
+    def _refuse(self, draft: Draft, reason: str) -> Tried:
+        """Keeps a draft as one that cannot run, and counts the reason."""
+        self.reasons[reason] += 1
+        tried = self._known[draft] = Tried(draft, math.inf, 0.0, reason)
+        if self.best is None:
+            self.best = tried
+        return tried
+
+
+def _form(draft: Draft) -> object:
+    """Returns what decides which choices an engine runs: degrees, levels and schedule, but no devices, cuts or samples."""
+    degrees = {dataclasses.replace(place, devices=()) for place in draft.places}
+    return frozenset(degrees), draft.stages, draft.schedule, frozenset(draft.recompute), frozenset(draft.offload)
 
 
 def _look(draft: Draft) -> object:

@@ -94,5 +94,8 @@ def _best(tries: Tries, devices: tuple[int, ...], share: int, search: Callable[[
     with contextlib.suppress(OutOfBudgetError):
         search(own)
     tries.budget.used += own.calls
-    kinds = {kind_of(tried.draft): tried for tried in reversed(own.known()) if tried.fits}
-    return sorted(kinds.values(), key=lambda tried: tried.step_s)[:KEPT]
+    kinds: dict[str, Tried] = {}
+    for tried in own.known():
+        if tried.fits and len(kinds) < KEPT and kind_of(tried.draft) not in kinds and own.runs(tried):
+            kinds[kind_of(tried.draft)] = tried
+    return list(kinds.values())

@@ -79,13 +79,17 @@ class _DimensionRun:
     def __init__(self, dim: StrideCuts, line: StrideCuts, size: int, stride: int) -> None:
         self.dim, self.line, self.size, self.stride = dim, line, size, stride
         self.alive = line.add(stride) and line.add(stride * size)
+        self._agreed = 0, 0  # cuts on both sides when they agreed; cuts are only added
 
     def agree(self) -> None:
-        """StrideCuts either side where the other is cut."""
+        """Cuts either side where the other is cut."""
+        if self._agreed == (len(self.line.at), len(self.dim.at)):
+            return
         for cut in [c for c in self.line.at if self.stride < c < self.stride * self.size]:
             self.alive = self.alive and self.dim.add(cut // self.stride)
         for cut in list(self.dim.at):
             self.alive = self.alive and self.line.add(cut * self.stride)
+        self._agreed = len(self.line.at), len(self.dim.at)
 
 
 class AxisSystem:

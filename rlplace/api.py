@@ -143,7 +143,7 @@ def place(
         captured = _captured(target, example_inputs, loss, how)
         strategy, placed = plan_model(
             captured, machine, space=space, fixed=options, planner=planner, batch=batch, curve=batch_curve, calls=calls,
-            began_s=time.monotonic(), time_limit_s=time_limit_s, seed=seed, couple=couple, buffers=buffers,
+            time_limit_s=time_limit_s, seed=seed, couple=couple, buffers=buffers,
             statistics=statistics, release_gradients=release_gradients, **pricing,
         )  # fmt: skip
         return strategy if placed is None else placed.plan
@@ -239,7 +239,6 @@ def plan_model(
     buffers: str = "whole",
     statistics: str = "replica",
     release_gradients: bool = False,
-    began_s: float | None = None,
     progress: Callable[[int, float], None] | None = None,
     memory: bool = False,
     **limits: Any,
@@ -261,18 +260,21 @@ def plan_model(
         buffers: Scope of buffers that the forward writes.
         statistics: Scope of BatchNorm's statistics.
         release_gradients: Whether updates run in the backward.
-        began_s: Moment on the monotonic clock from which the time limit counts.
         progress: Called with the evaluations of the search so far and the seconds of the best.
         memory: Whether the strategy's prediction says what fills the devices.
-        **limits: Seed, time limit, costs and host, for both the strategy and the placement.
+        **limits: Seed, time limit, costs and host, for both the strategy and the placement. The time counts from when the
+            model was examined and the kernels were loaded.
 
     Returns:
         The strategy; and a placement of the whole batch as one micro-batch, None where none is quicker.
     """
+    from rlplace.strategy.executor.evaluate import warm_up
     from rlplace.strategy.search.branches import quicker_placement
     from rlplace.strategy.search.plan import plan_strategy
 
     facts = captured.facts
+    warm_up()
+    began_s = time.monotonic()
     alone = None if captured.capture_at is not None else captured.graph
     if batch is None:
         batch = default_batch(cluster, alone) if curve is None else PER_DEVICE if alone is None else alone.samples

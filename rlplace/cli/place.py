@@ -8,7 +8,6 @@ import functools
 import math
 import shlex
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -169,12 +168,11 @@ def _place_strategy(options: PlaceOptions) -> tuple[PlacementPlan, Placed | None
         say(f"no --batch: {batch} samples a step, {PER_DEVICE} a device")
     compile_first("strategy")
     captured = capture_sizes(options.model, options, samples)
-    began_s = time.monotonic()
     say(f"captured {captured.graph.num_ops} ops by {captured.graph.capture['method']}; choosing the strategy")
     with _progress_line() as progress:
         return plan_model(
             captured, machine, space=options.space, fixed=fixed, planner=options.planner, batch=batch, curve=curve,
-            calls=options.calls, began_s=began_s, groups=options.granularity, time_limit_s=options.limit_s,
+            calls=options.calls, groups=options.granularity, time_limit_s=options.limit_s,
             seed=options.seed, costs=costs, host=options.host_mode, progress=progress, couple=options.couple,
             buffers=options.buffers, statistics=options.statistics, memory=options.memory,
             release_gradients=options.release_gradients,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -256,8 +255,7 @@ def _planned(model: str, options: FinetuneOptions, machine: Cluster) -> Planned:
     batch = batch or default_batch(machine)
     compile_first("strategy")
     captured = capture_sizes(model, options, samples)
-    clock: dict[str, Any] = {"began_s": time.monotonic(), "time_limit_s": options.time_limit}
-    plan, _ = plan_model(captured, machine, batch=batch, seed=options.seed, **clock, **asked)
+    plan, _ = plan_model(captured, machine, batch=batch, seed=options.seed, time_limit_s=options.time_limit, **asked)
     return Planned(plan, machine, search_problem=question_of(captured, machine, batch, **asked))
 
 

@@ -137,12 +137,9 @@ def meet(links: Wires, groups: Sequence[Ints], others: Sequence[Ints]) -> bool:
         ]
         if not hops:
             return False
-        held = links.held(*np.concatenate(hops, axis=1))
-        used.append(held[held >= 0])
-    most = max((int(own.max()) for own in used if len(own)), default=0)
-    marked = np.zeros(most + 1, dtype=bool)
-    marked[used[0]] = True
-    return bool(marked[used[1]].any())
+        used.append(np.unique(links.held(*np.concatenate(hops, axis=1))))
+    shared = np.intersect1d(used[0], used[1], assume_unique=True)
+    return bool((shared >= 0).any())
 
 
 @memoized

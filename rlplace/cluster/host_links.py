@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rlplace.cluster.fabric import Fabric
 from rlplace.cluster.interconnect import Host, PathBuilder, build_fabrics, positions
-from rlplace.cluster.links import MAX_WRITTEN, Channels, Links
+from rlplace.cluster.links import MAX_WRITTEN, Channels, Links, Run
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cluster.tiers import Tier, common_depth, tiers_of
 from rlplace.cluster.topology import MAX_LANES, DividedTopology, Topology, divided_topology, repeated, written_links
@@ -120,6 +120,32 @@ class HostLinks:
         facts = np.concatenate([*apart, self._class[host], self._local[groups]], axis=1)
         numbers: dict[bytes, int] = {}
         return np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in facts], dtype=np.int64)
+
+    def run(self, first: int, last: int) -> Run | None:
+        """Returns the run of devices, as `Wires.run` says: outermost groups or hosts that are alike, in order."""
+        run_of, starts, periods = self._runs
+        start, period = int(starts[run_of[first]]), int(periods[run_of[first]])
+        alike = run_of[first] == run_of[last] and (first - start) % period == 0
+        return Run(start, period) if alike else None
+
+    @cached_property
+    def _runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Number of the run of each device, int64 [D]; first device and period of each run, int64 [R]."""
+        outer = self.seats[np.arange(self.num_devices), (self.seats >= 0).argmax(axis=1)]
+        begins = np.flatnonzero(np.diff(outer, prepend=-1))
+        sizes = np.diff(begins, append=self.num_devices)
+        kinds, inside = self._class[self._host], self.seats - outer[:, None]
+        inside[self.seats < 0] = -1
+        inside[:, -1] = self._host - self._host[np.repeat(begins, sizes)]
+        number: dict[object, int] = {}
+        looks = []
+        for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True):
+            own = slice(begin, begin + size)
+            look = kinds[own].tobytes(), inside[own].tobytes(), self._local[own].tobytes()
+            looks.append(number.setdefault(look, len(number)))
+        first = np.flatnonzero(np.diff(looks, prepend=-1))
+        run_of = np.repeat(np.repeat(np.arange(len(first)), np.diff(first, append=len(looks))), sizes)
+        return run_of, begins[first], sizes[first]
 
     @property
     def of_presets(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Annotated, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import numpy as np
 from msgspec import Meta
@@ -58,6 +58,18 @@ def fullness(share: float | None) -> str:
     return "roomy" if share is None or share < TIGHT else "tight" if share < FULL else "full"
 
 
+class Run(NamedTuple):
+    """Consecutive devices whose links repeat.
+
+    Attributes:
+        start: The first.
+        period: Devices after which they repeat; no channels are shared with those of other periods but at their ends.
+    """
+
+    start: int
+    period: int
+
+
 class Wires(Protocol):
     """Links as collectives and strategies see them: `Links`, or those of hosts (`rlplace.cluster.host_links`)."""
 
@@ -85,6 +97,9 @@ class Wires(Protocol):
 
     def sorts(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the sort of each of G groups of n devices [G, n], int64 [G]; collectives of one sort take equally long."""
+
+    def run(self, first: int, last: int) -> Run | None:
+        """Returns the run of the devices from one to another, the first of which begins a period; None where there is none."""
 
     def quicker(self, factor: float) -> Wires:
         """Returns all links with their bandwidth multiplied; latencies stay."""
@@ -168,6 +183,10 @@ class Links:
     def sorts(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the sort of groups, see `Wires.sorts`: nothing is known to be alike."""
         return np.arange(len(groups))
+
+    def run(self, first: int, last: int) -> Run | None:
+        """Returns None: nothing is known to repeat."""
+        return None
 
     def quicker(self, factor: float) -> Links:
         """Returns all links with their bandwidth multiplied; latencies stay."""

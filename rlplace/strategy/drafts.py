@@ -33,6 +33,11 @@ class Devices(tuple[int, ...]):
         """int64 [D], the numbers."""
         return np.array(self, dtype=np.int64)
 
+    @cached_property
+    def consecutive(self) -> bool:
+        """Whether each is one more than the one before."""
+        return bool((np.diff(self.array) == 1).all())
+
     def __hash__(self) -> int:
         if "_hash" not in self.__dict__:
             self._hash = super().__hash__()

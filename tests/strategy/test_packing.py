@@ -14,7 +14,7 @@ from rlplace.cluster.links import Links
 from rlplace.strategy.costs import Cut, Tie
 from rlplace.strategy.drafts import Mesh, plain_draft
 from rlplace.strategy.executor import arrays as c
-from rlplace.strategy.executor.meshes import Border, Groups, borders
+from rlplace.strategy.executor.meshes import Border, Groups, borders, copy_groups, share_groups, tensor_groups
 from rlplace.strategy.executor.packing import Packer
 from rlplace.strategy.executor.traffic import ClusterTraffic, table_s, tie_exchanges
 from tests.strategy.random_costs import random_costs, random_draft
@@ -135,3 +135,38 @@ def test_a_tie_is_summed_at_the_size_of_its_largest_part():
         first = tuple(place.devices[0] for place in places)
         assert involved == (0, 1) and seconds == pytest.approx(collective_s(FOUR.links, "all_reduce", first, SIZE))
     assert set(borders(draft)) == {(0, 1), (1, 0)}
+
+
+@pytest.mark.parametrize(
+    "text", ["h100:16x8", "t4:32x2,eth=100g", "v100:9x8,ib=2x100g", "h100:16x8,pod=4@800g", "a100-80g:8x8+l4:32x2"]
+)
+def test_what_repeats_along_a_run_of_hosts_is_looked_at_once(text, monkeypatch):
+    """Tables, ways and shared channels of all devices and of every half and quarter, with one axis or two."""
+    cluster = Cluster.preset(text)
+    count = cluster.num_devices
+
+    def seen():
+        traffic, found = ClusterTraffic(cluster), []
+        parts = [
+            tuple(range(begin, begin + count // n)) for n in (1, 2, 4) for begin in range(0, count - count // n + 1, count // n)
+        ]
+        parts.append(tuple(range(1, count // 2 + 1)))
+        for devices in parts:
+            for tensor in (1, 2, 8):
+                if len(devices) % (2 * tensor):
+                    continue
+                place = Mesh(devices, replicate=2, shard=len(devices) // 2 // tensor, tensor=tensor, sharding=1)
+                groups = tensor_groups(place, 0), share_groups(place), copy_groups(place)
+                found += [traffic.table(kind, own).tolist() for own in groups for kind in ("all_reduce", "all_gather")]
+                found.append(traffic.meets(place))
+        for n in (2, 4):
+            width = count // n
+            places = [Mesh(tuple(range(start, start + width)), replicate=width) for start in range(0, width * n, width)]
+            ways = traffic.ways(borders(plain_draft(tuple(range(n + 1)), places, schedule="gpipe")))
+            found += [(way.latency_s, way.s_per_byte, way.part) for way in ways.values()]
+            found.append([set(one.channels) & set(other.channels) != set() for one in ways.values() for other in ways.values()])
+        return found
+
+    once = seen()
+    monkeypatch.setattr(type(cluster.links), "run", lambda links, first, last: None)
+    assert once == seen()

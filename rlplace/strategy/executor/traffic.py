@@ -27,7 +27,7 @@ from rlplace.strategy.costs import (
     BlockCosts,
     Floats,
 )
-from rlplace.strategy.drafts import Draft, Mesh, array_of
+from rlplace.strategy.drafts import Devices, Draft, Mesh, array_of
 from rlplace.strategy.executor.arrays import Ints
 from rlplace.strategy.executor.meshes import (
     Border,
@@ -97,6 +97,8 @@ class ClusterTraffic:
         self._numbers: dict[tuple[str, Groups], int] = {}
         self._unlike: dict[Groups, tuple[Floats, list[tuple[int, ...]]]] = {}  # their bytes, and one group of each sort
         self._distinct: dict[bytes, int] = {self.tables[0].tobytes(): 0}
+        self._ranges: dict[tuple[int, int], Devices] = {}
+        self._met: dict[object, bool] = {}
         self._pairs: dict[object, tuple[float, float, Ints]] = {}
         pairs = zip(cluster.kinds, cluster.hosts, strict=True)
         self._accelerators = Counter(host for kind, host in pairs if not kind.host_processor)
@@ -105,6 +107,7 @@ class ClusterTraffic:
         """Returns the number of the table of a collective that runs in all groups at once; 0 for groups of one device."""
         if groups.size < 2:
             return 0
+        groups = self._representing(groups)
         if (kind, groups) not in self._numbers:
             if groups not in self._unlike:
                 members = groups.members
@@ -117,6 +120,27 @@ class ClusterTraffic:
                 self.tables = np.concatenate([self.tables, np.zeros_like(self.tables)])
             self.tables[number] = table
         return self._numbers[kind, groups]
+
+    def _least(self, places: Sequence[tuple[int, ...]], span: int) -> list[tuple[int, ...]]:
+        """Returns devices that represent those of places whose links repeat: a period of each that `span` divides."""
+        found = []
+        for devices in places:
+            run = None
+            if isinstance(devices, Devices) and devices.consecutive:
+                run = self.links.run(devices[0], devices[-1])
+            if run is None:
+                return list(places)
+            size = math.lcm(span, run.period)
+            start = run.start if len(places) == 1 else devices[0]
+            found.append((start, min(size, len(devices))))
+        for key in found:
+            if key not in self._ranges:
+                self._ranges[key] = Devices(range(key[0], sum(key)))
+        return [self._ranges[key] for key in found]
+
+    def _representing(self, groups: Groups) -> Groups:
+        """Returns groups that take as long: the first ones of a run, where all others repeat them."""
+        return groups._replace(devices=self._least([groups.devices], groups.size * groups.stride)[0])
 
     def collectives(self, kinds: Iterable[str], groups: Groups) -> list[int]:
         """Returns `collective` of several kinds in the same groups."""
@@ -137,9 +161,17 @@ class ClusterTraffic:
         """Returns whether collectives inside blocks, and sums over copies, use a channel over which weights are shared."""
         if not place.sharding:
             return False, False
-        inside = [tensor_groups(place, kind).members for kind in (0, CONTEXT_GATHER, EXPERT_ALL_TO_ALL)]
-        shares = [share_groups(place).members]
-        return meet(self.links, inside, shares), meet(self.links, [copy_groups(place).members], shares)
+        inside = [tensor_groups(place, kind) for kind in (0, CONTEXT_GATHER, EXPERT_ALL_TO_ALL)]
+        shares, copies = share_groups(place), copy_groups(place)
+        return self._meet(inside, shares), self._meet([copies], shares)
+
+    def _meet(self, groups: Sequence[Groups], others: Groups) -> bool:
+        span = math.lcm(*(own.size * own.stride for own in (*groups, others)))
+        (devices,) = self._least([others.devices], span)
+        key = *groups, others = *(own._replace(devices=devices) for own in groups), others._replace(devices=devices)
+        if key not in self._met:
+            self._met[key] = meet(self.links, [own.members for own in groups], [others.members])
+        return self._met[key]
 
     def moved_s(self, tables: Sequence[int], size_bytes: Floats, calls: Floats, hidden_s: Floats | None = None) -> Floats:
         """Returns float64 [W, B], seconds of collectives [W, K, B] of so many bytes in so many calls, from K tables.
@@ -157,7 +189,8 @@ class ClusterTraffic:
 
     def ways(self, borders: Mapping[tuple[int, int], Border]) -> dict[tuple[int, int], Way]:
         """Returns the ways of stage transfers by sender and receiver, from `meshes.borders`."""
-        sent = [self._sent(border.pairs, border[:2]) for border in borders.values()]
+        least = {key: self._border(border) for key, border in borders.items()}
+        sent = [self._sent(border.pairs, border[:2]) for border in least.values()]
         every, number = np.unique(np.concatenate([[], *(used for *_, used in sent)]), return_inverse=True)
         users = np.zeros((len(every), len(sent)), dtype=bool)  # channels that the same borders use are as good as one
         users[number, np.repeat(np.arange(len(sent)), [len(used) for *_, used in sent])] = True
@@ -167,6 +200,13 @@ class ClusterTraffic:
             border: Way(*sent[at][:2], borders[border].part, tuple(np.flatnonzero(unlike[:, at]).tolist()))
             for at, border in enumerate(borders)
         }
+
+    def _border(self, border: Border) -> Border:
+        """Returns a border that takes as long, and uses channels of the same places: of a period of either place."""
+        if len(border.senders) != len(border.receivers):
+            return border
+        ends = self._least(border[:2], 1)
+        return border if len(ends[0]) != len(ends[1]) else Border(*ends, border.part)
 
     def exchanged_s(self, groups: Groups, size_bytes: float) -> float:
         """Returns seconds in which all devices of each group send so many bytes to each other one of it."""
@@ -193,9 +233,10 @@ class ClusterTraffic:
     @cached_property
     def _host_sort(self) -> Ints:
         """int64 [D], equal for devices of one kind on hosts with as many accelerators."""
-        pairs, numbers = zip(self.cluster.kinds, self.cluster.hosts, strict=True), dict[object, int]()
-        keys = ((id(kind), self._accelerators[host]) for kind, host in pairs)
-        return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
+        accelerators = [self._accelerators[host] for host in range(max(self.cluster.hosts) + 1)]
+        made_of = np.fromiter(map(id, self.cluster.kinds), dtype=np.int64)
+        looks = np.stack([made_of, np.array(accelerators)[list(self.cluster.hosts)]], axis=1)
+        return np.unique(looks, axis=0, return_inverse=True)[1].ravel().astype(np.int64)
 
     def host_bytes_per_s(self, device: int) -> float:
         """Returns the rate of one direction between a device and its host when all devices of the host copy."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.strategy.costs import BlockCosts, Cut, Floats, kind_numbers
-from rlplace.strategy.drafts import Draft, Mesh
+from rlplace.strategy.drafts import Draft, Mesh, array_of
 
 Kinds = frozenset[int]
 """Numbers of the device kinds of a place."""
@@ -49,11 +49,15 @@ class Balance:
     Args:
         costs: Costs of blocks.
         cluster: The devices.
+
+    Attributes:
+        kind: int64 [D], the kind of every device.
     """
 
     def __init__(self, costs: BlockCosts, cluster: Cluster) -> None:
         self._costs = costs
-        self._bit = np.left_shift(1, np.array(kind_numbers(costs, cluster), dtype=np.int64))
+        self.kind = np.array(kind_numbers(costs, cluster), dtype=np.int64)
+        self._bit = np.left_shift(1, self.kind)
         self._kinds: dict[tuple[tuple[int, ...], int], tuple[Kinds, ...]] = {}
         self._seconds: dict[tuple[Kinds, Cut], Floats] = {}
         self._stages: dict[tuple[tuple[Kinds, ...], Cut | tuple[Cut, ...], tuple[int, ...]], Stages] = {}
@@ -66,7 +70,7 @@ class Balance:
         """Returns the kinds of the devices of equal consecutive places."""
         key = (devices, places)
         if key not in self._kinds:
-            bits = np.bitwise_or.reduce(self._bit[list(devices)].reshape(places, -1), axis=1)
+            bits = np.bitwise_or.reduce(self._bit[array_of(devices)].reshape(places, -1), axis=1)
             self._kinds[key] = tuple(map(self._members, bits.tolist()))
         return self._kinds[key]
 
@@ -110,7 +114,7 @@ class Balance:
             inside = [blocks for at, blocks in zip(draft.place_of_stage, draft.ranges, strict=True) if at == number]
             own = [block for blocks in inside for block in blocks]
             share = degree // place.data_degree
-            bits = np.bitwise_or.reduce(self._bit[list(place.devices)].reshape(place.data_degree, -1), axis=1)
+            bits = np.bitwise_or.reduce(self._bit[array_of(place.devices)].reshape(place.data_degree, -1), axis=1)
             looks, which = np.unique(
                 np.stack([bits, sizes.reshape(-1, share).sum(axis=1)], axis=1), axis=0, return_inverse=True
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,10 +11,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplace.cluster import Cluster
 from rlplace.plan.schedule import GPIPE, LOOP, LOOPED_BFS, ONE, SCHEDULES, V
 from rlplace.plan.strategy import CONTEXT_METHODS, GATHER, ContextMethod
-from rlplace.strategy.drafts import Devices, Mesh, kind_named
+from rlplace.strategy.drafts import Devices, Mesh, array_of, kind_named
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import SearchProblem
 
@@ -131,41 +129,46 @@ class Shape:
         return stage_order(self.places, self.schedule, self.chunks)
 
 
-def devices_by_kind(problem: SearchProblem) -> dict[str, tuple[int, ...]]:
+def devices_by_kind(problem: SearchProblem) -> dict[str, Devices]:
     """Returns the devices that may be used, by the name of their kind."""
-    found: dict[str, list[int]] = {}
-    for device in range(problem.cluster.num_devices) if problem.devices is None else problem.devices:
-        found.setdefault(problem.cluster.kinds[device].name, []).append(device)
-    return {name: tuple(own) for name, own in found.items()}
+    usable = np.arange(problem.cluster.num_devices) if problem.devices is None else np.array(problem.devices)
+    kind = problem.balance.kind[usable]
+    return {problem.costs.kinds[number]: Devices(usable[kind == number].tolist()) for number in dict.fromkeys(kind.tolist())}
 
 
-def device_sets(cluster: Cluster) -> list[Devices]:
-    """Returns sets of devices: every set of kinds, of one kind the first 1, 2, 4, ... and whole hosts; largest first."""
-    kinds = list(dict.fromkeys(kind.name for kind in cluster.kinds))
+def device_sets(problem: SearchProblem) -> dict[Devices, bool]:
+    """Returns sets of usable devices: every set of kinds, of one kind the first 1, 2, 4, ... and whole hosts; largest first.
+
+    To each belongs whether it leaves out no device of its kinds.
+    """
+    kind, host = problem.balance.kind, np.array(problem.cluster.hosts)
+    kinds = list(dict.fromkeys(kind.tolist()))
     few = len(kinds) <= MOST_KINDS
     sizes = range(len(kinds), 0, -1) if few else (len(kinds), 1)
-    sets: dict[Devices, None] = {}
+    usable = None if problem.devices is None else np.isin(np.arange(len(kind)), problem.devices)
+    sets: dict[Devices, bool] = {}
     for chosen in itertools.chain.from_iterable(itertools.combinations(kinds, size) for size in sizes):
-        own = [device for device, kind in enumerate(cluster.kinds) if kind.name in chosen]
-        own.sort(key=lambda device: (cluster.hosts[device], device))
+        own = np.flatnonzero(np.isin(kind, chosen))
+        own = own[np.argsort(host[own], kind="stable")]
         counts = {len(own)}
         if len(chosen) == 1:
-            hosts = [cluster.hosts[device] for device in own]
             counts |= {1 << power for power in range(len(own).bit_length())}
-            if len(set(hosts)) <= MOST_HOSTS:
-                counts |= {index for index in range(1, len(own)) if hosts[index] != hosts[index - 1]}
+            begins = np.flatnonzero(np.diff(host[own])) + 1
+            if len(begins) < MOST_HOSTS:
+                counts |= set(begins.tolist())
         for count in sorted(counts, reverse=True):
-            if len(own) <= MOST_DEVICES or not 1 < count < len(own) // 8:
-                sets[Devices(own[:count])] = None
-    return list(sets)
+            few_or_many = len(own) <= MOST_DEVICES or not 1 < count < len(own) // 8
+            if few_or_many and (usable is None or usable[own[:count]].all()):
+                sets.setdefault(Devices(own[:count].tolist()), count == len(own))
+    return sets
 
 
 def divisions(problem: SearchProblem, devices: tuple[int, ...]) -> Iterator[tuple[int, Mesh]]:
     """Yields numbers of places, and meshes of each without devices: all uniform ways to divide a set of devices."""
     space = problem.space
-    *per_group, per_host = (
-        min(Counter(own[own >= 0].tolist()).values(), default=1) for own in problem.cluster.seats[[*devices]].T
-    )
+    seats = problem.cluster.seats[array_of(devices)].T
+    counts = (np.unique(own[own >= 0], return_counts=True)[1].tolist() for own in seats)
+    *per_group, per_host = (min(own, default=1) for own in counts)
     for places in space.only("pipeline", divisors(len(devices))):
         if places > len(problem.costs.names):
             continue

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE
-from rlplace.strategy.costs import FULL, Floats, kind_numbers
-from rlplace.strategy.drafts import Draft, Mesh, plain_draft
+from rlplace.strategy.costs import FULL, Floats
+from rlplace.strategy.drafts import Devices, Draft, Mesh, array_of, plain_draft
 from rlplace.strategy.search.fit import fitted
 from rlplace.strategy.search.shapes import USUAL_COUNT, divisors, equal_shares
 from rlplace.strategy.search.tries import SearchProblem, Tried, Tries
@@ -90,18 +90,18 @@ def try_stages(tries: Tries, until: float) -> Iterator[Tried | None]:
             yield fitted(tries, dataclasses.replace(draft, schedule=schedule), 1.2 * tries.best_s)
 
 
-def orders(problem: SearchProblem) -> list[tuple[int, ...]]:
+def orders(problem: SearchProblem) -> list[Devices]:
     """Returns devices by host, kinds in every order (of many, there and back), then with the first kind on both ends."""
     cluster = problem.cluster
-    name = [kind.name for kind in cluster.kinds]
-    kinds = list(dict.fromkeys(name))
+    kind, count = problem.balance.kind, len(problem.costs.kinds)
+    kinds = list(dict.fromkeys(kind.tolist()))
     ways = [list(way) for way in (itertools.permutations(kinds) if len(kinds) <= 3 else (kinds, kinds[::-1]))]
-    lines = [sorted(range(len(name)), key=lambda d: (way.index(name[d]), cluster.hosts[d], d)) for way in ways]
+    lines = [np.lexsort((cluster.hosts, np.argsort([*way, *set(range(count)) - set(way)])[kind])).tolist() for way in ways]
     for way, line in zip(ways, lines[:], strict=True):
-        half = name.count(way[0]) // 2
+        half = int((kind == way[0]).sum()) // 2
         if half and len(kinds) > 1:
             lines.append(line[half:] + line[:half])
-    return [tuple(line) for line in lines]
+    return [Devices(line) for line in lines]
 
 
 class StageTable:
@@ -110,7 +110,7 @@ class StageTable:
     def __init__(self, problem: SearchProblem) -> None:
         self._problem = problem
         cluster, blocks = problem.cluster, len(problem.costs.names)
-        self._kind, self._seats = np.array(kind_numbers(problem.costs, cluster)), cluster.seats
+        self._kind, self._seats = problem.balance.kind, cluster.seats
         self._room = np.array(problem.room_bytes)
         self._ends = np.unique(np.linspace(0, blocks, min(blocks, MOST_PARTS) + 1).astype(np.int64))
         self._known: dict[object, tuple[Floats, ...] | None] = {}
@@ -119,7 +119,7 @@ class StageTable:
     def drafts(self, devices: tuple[int, ...], spread: Spread) -> Iterator[tuple[Draft, float]]:
         """Yields the best draft of every number of stages, with the seconds that the table expects."""
         unit = -(-len(devices) // MOST_UNITS)
-        line = np.array(devices)
+        line = array_of(devices)
         units = [line[start : start + unit] for start in range(0, len(devices), unit)]
         total, parts = len(units), len(self._ends) - 1
         best = np.full((total + 1, parts + 1), np.inf)  # by units used from the end, and first part

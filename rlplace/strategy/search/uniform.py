@@ -116,7 +116,7 @@ class UniformOptions:
 
     def every(self) -> Iterator[Option]:
         """Yields every one, whether it fits or not."""
-        for division in self.divisions(device_sets(self._problem.cluster)):
+        for division in self.divisions(device_sets(self._problem)):
             yield from self.of(division)
 
     def divisions(self, sets: Iterable[tuple[int, ...]]) -> list[Division]:
@@ -127,9 +127,8 @@ class UniformOptions:
         """
         problem, alike = self._problem, dict[Cut, list[Division]]()
         for devices in sets:
-            if problem.devices is None or set(devices) <= set(problem.devices):
-                for places, axes in divisions(problem, devices):
-                    alike.setdefault(axes.cut(1), []).append(Division(devices, places, axes))
+            for places, axes in divisions(problem, devices):
+                alike.setdefault(axes.cut(1), []).append(Division(devices, places, axes))
         order = sorted(
             alike,
             key=lambda cut: (
@@ -362,16 +361,15 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
         seconds: After these whatever is not yet listed is left to the rest.
     """
     cluster, options, ends_s = problem.cluster, UniformOptions(problem), time.monotonic() + seconds
-    sets, kind = device_sets(cluster), [one.name for one in cluster.kinds]
-    every = [own for own in sets if len(own) == sum(map(kind.count, {kind[device] for device in own}))]
-    whole = set(sets if cluster.num_devices <= FEW else every)
+    sets = device_sets(problem)
+    whole, largest = {own for own, every in sets.items() if every or cluster.num_devices <= FEW}, next(iter(sets), None)
     first: list[Option] = []
     rivals: list[Option] = []
     later: list[Division] = []
     late = False
     for division in options.divisions(sets):
         chosen, rival = division.devices in whole, division.kind in KINDS
-        now = time.monotonic() < ends_s or (division.axes.cut(1) == Cut(1) and division.devices is sets[0])
+        now = time.monotonic() < ends_s or (division.axes.cut(1) == Cut(1) and division.devices is largest)
         if now and (chosen or rival):
             found = list(options.of(division))
             first += found if chosen else ()

@@ -122,7 +122,10 @@ def capture_model(model: str, options: ModelOptions, samples: int) -> CapturedMo
             loaded = recipe.load(batch=batch)
             say(f"capturing one training step of {batch} samples{f' by {method}' if method else ''}")
             like = None if batch == samples or method is not None else capture_at(samples)
-            return recipe.capture(loaded, source=source, like=like, method=method)
+            made = recipe.capture(loaded, source=source, like=like, method=method)
+            if like is None and made.traced is not None:
+                _ = made.traced.indices  # kept with the capture, for layouts
+            return made
 
         return dataclasses.replace(cached("graph", model, {**source, "method": method}, make))
 

@@ -35,7 +35,7 @@ class Devices(tuple[int, ...]):
 
     @cached_property
     def consecutive(self) -> bool:
-        """Whether each is one more than the one before."""
+        """True where each is one more than the one before."""
         return bool((np.diff(self.array) == 1).all())
 
     def __hash__(self) -> int:

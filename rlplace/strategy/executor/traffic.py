@@ -205,8 +205,8 @@ class ClusterTraffic:
         """Returns a border that takes as long, and uses channels of the same places: of a period of either place."""
         if len(border.senders) != len(border.receivers):
             return border
-        ends = self._least(border[:2], 1)
-        return border if len(ends[0]) != len(ends[1]) else Border(*ends, border.part)
+        senders, receivers = self._least(border[:2], 1)
+        return border if len(senders) != len(receivers) else Border(senders, receivers, border.part)
 
     def exchanged_s(self, groups: Groups, size_bytes: float) -> float:
         """Returns seconds in which all devices of each group send so many bytes to each other one of it."""

@@ -14,7 +14,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B, ZBV, ZERO_BUBBLE
@@ -160,7 +160,7 @@ def _shapes(problem: SearchProblem, parts: tuple[_Part, ...], count: int, size: 
             yield _Shape(step_s * (1.0 + max(0.0, missing)), count, size, parts, (schedule, chunks))
 
 
-def _drafts(problem: SearchProblem, shape: _Shape, kinds: dict[str, tuple[int, ...]]) -> Iterator[Draft]:
+def _drafts(problem: SearchProblem, shape: _Shape, kinds: Mapping[str, tuple[int, ...]]) -> Iterator[Draft]:
     """Yields the drafts of a shape: kinds there and back, with balanced stages."""
     balance, (schedule, chunks) = problem.balance, shape.way
     for parts in (shape.parts, shape.parts[::-1])[: len(shape.parts)]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B
 from rlplace.strategy.costs import Cut, Floats
-from rlplace.strategy.drafts import Draft, Mesh, plain_draft
+from rlplace.strategy.drafts import Devices, Draft, Mesh, plain_draft
 from rlplace.strategy.search.cuts import walked_back
 from rlplace.strategy.search.shapes import divisors, equal_shares
 from rlplace.strategy.search.stages import MOST_UNITS, orders
@@ -36,7 +36,7 @@ def published_starts(problem: SearchProblem) -> Iterator[Draft]:
     """Yields drafts of published planners where they have one, without recomputation."""
     for devices in orders(problem):
         if problem.devices is not None:
-            devices = tuple(device for device in devices if device in problem.devices)
+            devices = Devices(device for device in devices if device in problem.devices)
         for count in divisors(len(devices))[1:]:
             if count <= len(problem.costs.names):
                 yield from _equal(problem, devices, count)

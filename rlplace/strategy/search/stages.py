@@ -92,11 +92,10 @@ def try_stages(tries: Tries, until: float) -> Iterator[Tried | None]:
 
 def orders(problem: SearchProblem) -> list[Devices]:
     """Returns devices by host, kinds in every order (of many, there and back), then with the first kind on both ends."""
-    cluster = problem.cluster
-    kind, count = problem.balance.kind, len(problem.costs.kinds)
+    kind, host, count = problem.balance.kind, np.array(problem.cluster.hosts), len(problem.costs.kinds)
     kinds = list(dict.fromkeys(kind.tolist()))
     ways = [list(way) for way in (itertools.permutations(kinds) if len(kinds) <= 3 else (kinds, kinds[::-1]))]
-    lines = [np.lexsort((cluster.hosts, np.argsort([*way, *set(range(count)) - set(way)])[kind])).tolist() for way in ways]
+    lines = [np.lexsort((host, np.argsort([*way, *set(range(count)) - set(way)])[kind])).tolist() for way in ways]
     for way, line in zip(ways, lines[:], strict=True):
         half = int((kind == way[0]).sum()) // 2
         if half and len(kinds) > 1:

@@ -38,7 +38,8 @@ class _Standing(NamedTuple):
     """Facts about hosts of each class, from those that represent them; nodes are groups of hosts, then hosts.
 
     Attributes:
-        lowered: Pairs of devices of the standing hosts.
+        lowered: P pairs of devices of the standing hosts.
+        used: int [P, K], resources of each pair that become channels; -1 past the last.
         row: int [S, S], row of a pair of standing devices in `lowered`.
         hosts: int [classes], the host that represents a class; first: int [classes], its first standing device.
         peer: int [classes, classes, L + 2], first standing device of a host of the second class that lies in so many groups
@@ -51,6 +52,7 @@ class _Standing(NamedTuple):
     """
 
     lowered: DividedTopology
+    used: NDArray[np.int64]
     row: NDArray[np.int64]
     hosts: NDArray[np.int64]
     first: NDArray[np.int64]
@@ -238,9 +240,11 @@ class HostLinks:
             peer[number, self._class[hosts], self._common_depth(host, hosts)] = first
         chosen = np.zeros((2, len(peer)), dtype=np.int64)
         chosen[:, of_class] = hosts[standing], first[standing]
+        left = np.argsort(~found.kept, axis=1, kind="stable")[:, : found.kept.sum(axis=1).max()]
+        used = np.take_along_axis(np.where(found.kept, found.over, -1), left, axis=1)
         names = sorted({name for _, name in builder.numbers})
         local = np.array([names.index(name) for _, name in builder.numbers], dtype=np.int64)
-        return _Standing(found, row, chosen[0], chosen[1], peer, owner, local, depth, *users)
+        return _Standing(found, used, row, chosen[0], chosen[1], peer, owner, local, depth, *users)
 
     def _stand_ins(self, parent: int, most: int) -> Iterator[int]:
         """Yields hosts that represent those inside a group, at most so many members of each class."""
@@ -276,24 +280,23 @@ class HostLinks:
     def held(self, senders: ArrayLike, receivers: ArrayLike) -> NDArray[np.int64]:
         """Returns the channels of each pair, int64 [P, K], as `Wires.held` says; numbers are not those of `whole`."""
         i, j, row = self._pairs(senders, receivers)
-        stand, (keys, starts), count = self._standing, self._members, len(self._standing.owner)
-        found, over = stand.lowered, stand.lowered.over[row]
-        depth, sender, receiver = stand.depth[over], self._host[i], self._host[j]
-        stand_in = stand.hosts[self._class[sender]]
-        of_sender = np.take_along_axis(self._nodes[stand_in], depth, axis=1) == stand.owner[over]
-        ends = [np.take_along_axis(self._nodes[host], depth, axis=1) for host in (sender, receiver)]
-        node = np.where(of_sender, *ends)
-        way = found.by_receiver[over].astype(np.int64)
-        chooser = np.where(way == 1, j[:, None], i[:, None])
+        stand, (keys, starts), groups = self._standing, self._members, len(self._tiers.of)
+        used = np.where((row < 0)[:, None], -1, stand.used[row])
+        pair, column = np.nonzero(used >= 0)
+        over, sender, receiver = used[pair, column], i[pair], j[pair]
+        owner, depth, ends = stand.owner[over], stand.depth[over], (self._host[sender], self._host[receiver])
+        of_sender = self._nodes[stand.hosts[self._class[ends[0]]], depth] == owner
+        node = self._nodes[np.where(of_sender, *ends), depth]
+        by_receiver = stand.lowered.by_receiver[over]
+        way, chooser = by_receiver.astype(np.int64), np.where(by_receiver, receiver, sender)
         earlier = np.searchsorted(keys, node * self.num_devices + chooser) - starts[node]
         in_host = stand.before[way, over, np.minimum(earlier, stand.before.shape[2] - 1)]
-        in_group = stand.inside[way, over] * earlier
-        own = np.where(stand.owner[over] < len(self._tiers.of), in_group, in_host)
-        position = own + stand.outside[way, over] * (chooser - earlier)
-        key = (node * count + stand.local[over]) * MAX_LANES + position % found.width[over]
-        key[~found.kept[row] | (row < 0)[:, None]] = -1
-        key[repeated(key)] = -1
-        return key
+        own = np.where(owner < groups, stand.inside[way, over] * earlier, in_host)
+        lane = (own + stand.outside[way, over] * (chooser - earlier)) % stand.lowered.width[over]
+        found = np.full(used.shape, -1)
+        found[pair, column] = (node * len(stand.owner) + stand.local[over]) * MAX_LANES + lane
+        found[repeated(found)] = -1
+        return found
 
     @cached_property
     def whole(self) -> Links:

@@ -21,6 +21,12 @@ from rlplace.limits import DEVICES
 from rlplace.records import Record, Text
 
 _TIER = re.compile(r"([a-z][a-z0-9_-]*)=(\d{1,6})@(\d{1,9}(?:\.\d+)?)([gt])(?:@(\d{1,6}(?:\.\d+)?)(us|ms))?")
+MAX_TIERS = 64
+"""Tiers of a cluster, with one entry for groups that are alike."""
+
+MAX_NESTED = 3
+"""Groups around one host, such as rack, pod and region."""
+
 _UNITS = {"g": 1e9, "t": 1e12, "us": 1e-6, "ms": 1e-3}
 _Hosts = Annotated[int, Meta(ge=1, le=DEVICES)]
 
@@ -90,6 +96,8 @@ def tiers_of(table: Sequence[Tier], num_hosts: int) -> Tiers:
     Raises:
         InputError: Groups have other hosts than the cluster, cut each other, or stand in the wrong order.
     """
+    if len(table) > MAX_TIERS:
+        raise InputError(f"tier: {len(table)} tiers; a cluster has at most {MAX_TIERS}, a table for groups that are alike")
     full: list[Tier] = []
     inside = np.full((len(table), num_hosts), -1)  # groups of each tier, by host
     groups = 0
@@ -110,6 +118,11 @@ def tiers_of(table: Sequence[Tier], num_hosts: int) -> Tiers:
     outermost_first = np.argsort(inside[::-1] < 0, axis=0, kind="stable")
     chain = np.take_along_axis(inside[::-1], outermost_first, axis=0)
     depth = int((inside >= 0).sum(axis=0).max(initial=0))
+    if depth > MAX_NESTED:
+        host = int((inside >= 0).sum(axis=0).argmax())
+        raise InputError(
+            f"tier: host {host} is in {depth} groups inside each other, the limit is {MAX_NESTED}; leave a wide one out"
+        )
     of = np.repeat(np.arange(len(full)), [tier.count or 0 for tier in full])
     return Tiers(tuple(full), np.ascontiguousarray(chain[:depth].T), of)
 

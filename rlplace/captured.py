@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -15,13 +15,22 @@ import torch
 from torch import nn
 
 from rlplace.errors import InputError, show
-from rlplace.records import Count
+from rlplace.records import Count, plain
 
 if TYPE_CHECKING:
     from rlplace.model.graph.opgraph import OpGraph
     from rlplace.model.graph.rescale import CaptureAt
     from rlplace.model.zoo import LoadedModel
     from rlplace.runtime.strategy.fact_records import ModelFacts
+
+
+Cached = Callable[[str, str, Mapping[str, Any], Callable[[], Any]], Any]
+"""Returns the result of a function, maybe of an earlier command: by its name, MODEL, and other values that decide it."""
+
+
+def afresh(kind: str, model: str, asked: Mapping[str, Any], make: Callable[[], Any]) -> Any:
+    """Returns the result of a function, of which none is kept."""
+    return make()
 
 
 class Recipe(msgspec.Struct, frozen=True):
@@ -61,6 +70,29 @@ class Recipe(msgspec.Struct, frozen=True):
             torch.manual_seed(seed)
             samples = batch or self.batch
             return load_model(self.model, batch=samples, seq=self.seq, dtype=self.dtype, device=device, resize=True)
+
+    def source(self, batch: int) -> dict[str, Any]:
+        """Returns what the capture of so many samples says of its origin."""
+        mixed = {"autocast": self.autocast, "master_weights": self.master_weights}
+        return {**plain(self), "batch": batch, **(mixed if any(mixed.values()) else {})}
+
+    def known(self, cached: Cached) -> Callable[[str, Callable[[], Any]], Any]:
+        """Returns what `CapturedModel.of` asks for facts on the model."""
+
+        def known(kind: str, make: Callable[[], Any]) -> Any:
+            with contextlib.redirect_stdout(sys.stderr):  # output of a user's model is no result
+                return cached(kind, self.model, {name: getattr(self, name) for name in ("batch", "seq", "dtype")}, make)
+
+        return known
+
+    def parts(self, weights: bool, graph: OpGraph) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
+        """Builds module, inputs and loss of a captured step; with weights where they are asked for and affordable."""
+        from rlplace.runtime.strategy.rehearsal import affordable
+
+        loaded, flops = self.load(), float(graph.op_flops.sum())
+        if weights and self.model.startswith(("hf:", "zoo:")) and affordable(loaded.module, flops) is None:
+            loaded = self.load("cpu")
+        return loaded.module, loaded.example_inputs, loaded.loss
 
     def capture(self, loaded: LoadedModel, **how: Any) -> OpGraph:
         """Captures the training step of a model that was built, with further arguments of `rlplace.capture`."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlplace.captured import Recipe
+from rlplace.captured import Cached, Recipe, afresh
 from rlplace.errors import InputError, show
 from rlplace.plan.plan import PlacementPlan
 from rlplace.problem.check import Source
@@ -33,11 +33,14 @@ class Planned:
     Args:
         plan: The plan.
         cluster: The cluster to use instead of the plan's own; or text that names the plan's own, where its source does not.
+        cached: Returns captures and facts on models, maybe of an earlier command.
         **known: Parts that need no rebuilding, by name: `problem`, `search_problem` and so on.
     """
 
-    def __init__(self, plan: PlacementPlan, cluster: Cluster | str | None = None, **known: Any) -> None:
-        self.plan, self._named = plan, cluster
+    def __init__(
+        self, plan: PlacementPlan, cluster: Cluster | str | None = None, *, cached: Cached = afresh, **known: Any
+    ) -> None:
+        self.plan, self._named, self._cached = plan, cluster, cached
         vars(self).update(known)
 
     @cached_property
@@ -104,7 +107,7 @@ class Planned:
                 f"the plan is for {wanted} devices, {show(cluster)} has {machine.num_devices}; name a cluster of as many, or "
                 "plan for this one with 'rlplace place'"
             )
-        return Planned(self.plan, machine)
+        return Planned(self.plan, machine, cached=self._cached)
 
     @cached_property
     def _graph(self) -> OpGraph:
@@ -131,11 +134,17 @@ class Planned:
 
     def capture(self, samples: int, method: str | None = None) -> OpGraph:
         """Captures the model with so many samples, by the plan's method or by `method`."""
-        loaded, known = self.recipe.build("meta", seed=0, batch=samples), self.source
+        recipe, known = self.recipe, self.source
         made = known.capture or {}
         fell_back = any(" failed: " in str(note) for note in made.get("notes", ()))  # it will again, with the same notes
-        again = "module" if made.get("method") == "module" and not fell_back else None
-        return self.recipe.capture(loaded, source={**(known.graph or {}), "batch": samples}, method=method or again)
+        method = method or ("module" if made.get("method") == "module" and not fell_back else None)
+
+        def make() -> OpGraph:
+            loaded = recipe.build("meta", seed=0, batch=samples)
+            return recipe.capture(loaded, source={**(known.graph or {}), "batch": samples}, method=method)
+
+        graph: OpGraph = self._cached("graph", recipe.model, {**recipe.source(samples), "method": method}, make)
+        return graph
 
     @cached_property
     def problem(self) -> Problem:
@@ -197,12 +206,12 @@ class Planned:
         recipe, table, machine = self.recipe, self.source.table, self.cluster
         if table.fingerprint is not None and as_costs(table.path).fingerprint != table.fingerprint:
             raise InputError(f"plan: the op times it was made with ({show(table.path)}) are others today; plan again")
-        model = recipe.build("meta", seed=0)
-        asked: dict[str, Any] = {"optimizer": recipe.optimizer, "release": self.strategy.release_gradients}
-        why_not, only = judge(facts_of(model.module, model.example_inputs), **asked)
+        whole = self.graph
+        facts = recipe.known(self._cached)("facts", lambda: facts_of(*recipe.parts(True, whole), whole))
+        why_not, only = judge(facts, optimizer=recipe.optimizer, release=self.strategy.release_gradients)
         if why_not(self.strategy) is not None:
             only = None  # planned for what cannot run yet
-        graph, other = two_captures(self.graph, self.capture)
+        graph, other = two_captures(whole, self.capture)
         pricing: dict[str, Any] = {"other": other, "only": only, "costs": table.path, "host": self.source.host or "eager"}
         settings = {key: getattr(self.strategy, key) for key in ("statistics", "release_gradients")}
         return ask(graph, machine, self.strategy.batch, why_not=why_not, settings=settings, **pricing)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rlplace.cli.capture_cache import cached
 from rlplace.cli.models import load, machine_of
 from rlplace.cli.options import ModelOptions, Options, argument, flag, natural, option, print_json, say, seconds, show
 from rlplace.cli.plans import placement_of, strategy_of
@@ -66,7 +67,7 @@ class ExplainOptions(ModelOptions):
         elif option:
             raise InputError(f"{self.what} is a whole strategy, which places no groups of a problem; leave {option} out")
         else:
-            _show_strategy(Planned(plan, self.cluster), self)
+            _show_strategy(Planned(plan, self.cluster, cached=cached), self)
         return 0
 
 
@@ -153,7 +154,7 @@ def _model(options: ExplainOptions) -> int:
         try:
             plan, _ = answer(asked)
             if plan.strategy is not None:
-                _show_strategy(Planned(plan, machine_of(asked.cluster)), options)
+                _show_strategy(Planned(plan, machine_of(asked.cluster), cached=cached), options)
                 return 0
             options = dataclasses.replace(options, batch=plan.samples)
         except InfeasibleError as error:

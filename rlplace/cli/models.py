@@ -6,19 +6,16 @@ import contextlib
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rlplace.cli.capture_cache import cached
 from rlplace.cli.options import MICROBATCH, MODEL, PRICES, SIZES, ModelOptions, argument, option, print_json, say
 from rlplace.errors import InputError
-from rlplace.records import plain
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from rlplace.captured import CapturedModel, Recipe
     from rlplace.cluster.parse import Cluster
     from rlplace.cost.table import CostTable
@@ -113,9 +110,7 @@ def capture_model(model: str, options: ModelOptions, samples: int) -> CapturedMo
 
     @cache
     def capture_at(batch: int, method: str | None = None) -> OpGraph:
-        source = {**plain(recipe), "batch": batch}
-        if options.autocast is not None or options.master_weights:
-            source |= {"autocast": options.autocast, "master_weights": options.master_weights}
+        source = recipe.source(batch)
 
         def make() -> OpGraph:
             say(f"building {model}")
@@ -129,20 +124,8 @@ def capture_model(model: str, options: ModelOptions, samples: int) -> CapturedMo
 
         return dataclasses.replace(cached("graph", model, {**source, "method": method}, make))
 
-    def build(weights: bool) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
-        from rlplace.runtime.strategy.rehearsal import affordable
-
-        loaded, flops = recipe.load(), float(graph.op_flops.sum())
-        if weights and model.startswith(("hf:", "zoo:")) and affordable(loaded.module, flops) is None:
-            loaded = recipe.load("cpu")
-        return loaded.module, loaded.example_inputs, loaded.loss
-
-    def known(kind: str, make: Callable[[], T]) -> T:
-        with contextlib.redirect_stdout(sys.stderr):  # output of a user's model is no result
-            return cached(kind, model, {name: getattr(recipe, name) for name in ("batch", "seq", "dtype")}, make)
-
     graph = capture_at(samples)
-    return CapturedModel.of(graph, capture_at, build, known)
+    return CapturedModel.of(graph, capture_at, lambda weights: recipe.parts(weights, graph), recipe.known(cached))
 
 
 def recipe_of(model: str, options: ModelOptions, samples: int) -> Recipe:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from rlplace.cli.capture_cache import cached
 from rlplace.cli.options import Options, argument, option, print_json, print_table, say, show
 from rlplace.cli.plan_tables import show_devices, show_step
 from rlplace.errors import InputError
@@ -38,7 +39,7 @@ def placement_of(path: str, problem: str | None, cluster: str | None = None) -> 
             raise InputError(f"{problem} has its own devices; leave --cluster or --problem out")
         known = Problem.load(problem)
         return Planned(PlacementPlan.load(path, known), problem=known)
-    planned = Planned(PlacementPlan.load(path), cluster)
+    planned = Planned(PlacementPlan.load(path), cluster, cached=cached)
     if not planned.plan.source:
         raise InputError(f"{path}: says nothing of where its problem came from; name the problem file with --problem")
     say(f"building the problem of {path} again; --problem X.problem.json would read it")
@@ -50,7 +51,7 @@ def strategy_of(plan: PlacementPlan, path: str, cluster: str | None = None) -> P
     """Returns a whole strategy with its model and cluster, captured and priced again; see `placement_of`."""
     from rlplace.planned import Planned
 
-    planned = Planned(plan, cluster)
+    planned = Planned(plan, cluster, cached=cached)
     _ = planned.cluster
     say(f"capturing and pricing the model of {path} again")
     _ = planned.search_problem
@@ -117,7 +118,8 @@ def _simulate_strategy(options: SimulateOptions) -> int:
     if plan.strategy is None:
         raise InputError(f"{options.plan} places groups; name its problem file before it")
     say(f"capturing and pricing the model of {options.plan} again")
-    planned = Planned(plan) if options.cluster is None else Planned(plan).on(options.cluster)
+    planned = Planned(plan, cached=cached)
+    planned = planned if options.cluster is None else planned.on(options.cluster)
     predicted = prediction(planned.evaluate(), plan.strategy.batch, planned.cluster)
     if options.trace:
         _write_trace(planned, options.trace)

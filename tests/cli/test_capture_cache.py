@@ -82,9 +82,14 @@ def test_old_entries_make_room(folder, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_second_command_captures_nothing_and_answers_the_same(capsys):
-    words = f"place {TINY} --cluster a100-80g:2 --batch 8 --seq 16 --calls 40 --time-limit 600 --json".split()
+def test_a_second_command_captures_nothing_and_answers_the_same(capsys, folder, tmp_path):
+    plan = tmp_path / "x.plan.json"
+    words = f"place {TINY} --cluster a100-80g:2 --batch 8 --seq 16 --calls 40 --time-limit 600 --json --out {plan}".split()
     first, second = run(capsys, *words), run(capsys, *words)
     assert first[0] == second[0] == 0
     assert "capturing" in first[2] and "capturing" not in second[2] and "building" not in second[2]
     assert json.loads(first[1]) == json.loads(second[1])
+    entries = {path: path.read_bytes() for path in folder.iterdir()}
+    again = run(capsys, "simulate", str(plan), "--json")
+    assert json.loads(again[1])["step_time_s"] == json.loads(first[1])["predicted"]["step_time_s"]
+    assert entries == {path: path.read_bytes() for path in folder.iterdir()}  # the plan's verbs read them and need no others

@@ -58,8 +58,8 @@ MAX_LINKS = 40
 """Rows of links in the page, the busiest ones."""
 MAX_OPS = 1_000_000
 """Of a step that a page is made of; it then has some 70 MB, which browsers still open."""
-CURVE_POINTS = 6000
-"""Of the memory of one device in the page."""
+CURVE_POINTS = 24_000, 6000, 500
+"""Of the memory of all devices in the page; of one device at most, and at least."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,8 @@ class ReportData:
         `transfers` are the boxes on links. `memory` has by device ticks and units since the point before. `links` counts all
         links, also where only the busiest are rows.
         """
+        every, most, least = CURVE_POINTS
+        points = max(least, min(most, every // len(self.memory)))
         unit = max(1, int(max(curve.peak_bytes for curve in self.memory)) // 100_000)
         line = self.timeline
         step = line.step_time_s
@@ -169,7 +171,7 @@ class ReportData:
             "modules": {name: list(getattr(self.modules, name)) for name in ("parent", "label", "own")},
             "edges": {name: column.tolist() for name, column in vars(self.edges).items()},
             **self._boxes(tick),
-            "memory": [self._curve(curve, tick, unit) for curve in self.memory],
+            "memory": [_curve(curve.thinned(points), tick, unit) for curve in self.memory],
         }
 
     def _groups(self) -> dict[str, Any]:
@@ -212,12 +214,11 @@ class ReportData:
             },
         }
 
-    @staticmethod
-    def _curve(curve: MemoryCurve, tick: float, unit: int) -> dict[str, list[int]]:
-        thin = curve.thinned(CURVE_POINTS)
-        time = np.rint(thin.time_s / tick).astype(np.int64)
-        size = np.rint(thin.in_use_bytes / unit).astype(np.int64)
-        return {"time": np.diff(time, prepend=0).tolist(), "size": np.diff(size, prepend=0).tolist()}
+
+def _curve(curve: MemoryCurve, tick: float, unit: int) -> dict[str, list[int]]:
+    time = np.rint(curve.time_s / tick).astype(np.int64)
+    size = np.rint(curve.in_use_bytes / unit).astype(np.int64)
+    return {"time": np.diff(time, prepend=0).tolist(), "size": np.diff(size, prepend=0).tolist()}
 
 
 def _names(names: Sequence[str]) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def ranked_moves(problem: Problem, line: Timeline, assignment: Assignment, limit
     groups, targets = np.nonzero(touched)
     if len(groups) == 0:
         return []
-    rows = kernels.all_communication(devices, traffic(problem))
+    rows = kernels.all_communication(np.arange(problem.num_groups), devices, traffic(problem))
     here = devices[groups]
     added = rows[groups, targets] - rows[groups, here] + graph.time_s[groups, targets] - graph.time_s[groups, here]
     worth = saved[groups, targets] - added

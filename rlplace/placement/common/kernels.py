@@ -4,9 +4,10 @@
 """
 
 # Compiled functions take their types from their arguments.
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, assignment, misc"
 from __future__ import annotations
 
+from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,12 +48,35 @@ def _communication(group, device, devices, t):
     return total
 
 
+AFRESH = 512
+"""Of so many groups of a device, those that must have left before the prices of moving the others are all worked out anew."""
+
+
+@inner
+def _cheapest(device, need, busiest, size, row, seconds, loads):
+    """Returns the least added time per freed byte at which a group can leave a device, inf where it cannot, and for which.
+
+    size: bytes of the group. row, seconds: float64 [D], its transfers and its time on each device.
+    """
+    best, where = np.inf, device
+    freed = min(float(size), need)
+    for d in range(len(row)):
+        if d == device or seconds[d] == np.inf or loads.room[d] < size:
+            continue
+        added = row[d] - row[device] + seconds[d] - seconds[device]
+        added += max(0.0, loads.seconds[d] + seconds[d] - busiest)
+        ratio = added / freed if added > 0 else added * freed
+        if ratio < best:
+            best, where = ratio, d
+    return best, where
+
+
 @entry
 def shed(device, need, loads, footprint, time_s, t):
     """Moves groups off `device` until an estimated `need` bytes are gone; updates `loads` and returns the number of groups.
 
     The group with the least added time per byte freed goes first: transfers, a slower device, and load beyond the busiest
-    device all count as added time.
+    device all count as added time. Of many groups, prices are lower bounds until a group is about to go (`AFRESH`).
     """
     devices, load, room = loads.devices, loads.seconds, loads.room
     num_groups, num_devices = time_s.shape
@@ -67,25 +91,33 @@ def shed(device, need, loads, footprint, time_s, t):
     for s in range(total):
         for d in range(num_devices):
             rows[s, d] = _communication(members[s], d, devices, t)
-    moved = 0
+    moved, since, prices = 0, num_groups, [(0.0, np.int64(0))][1:]
     while need > 0:
         busiest = -np.inf
         for d in range(num_devices):
             busiest = max(busiest, load[d])
-        best, best_slot, best_device = np.inf, -1, -1
-        for s in range(total):
-            g = members[s]
-            if g < 0:
+        if since >= total // AFRESH:
+            since = 0
+            prices.clear()
+            for s in range(total):
+                if members[s] >= 0:
+                    g = members[s]
+                    price, _ = _cheapest(device, need, busiest, footprint[g], rows[s], time_s[g], loads)
+                    if price < np.inf:
+                        prices.append((price, np.int64(s)))
+            heapify(prices)
+        best_slot, best_device = -1, device
+        while len(prices) > 0 and best_slot < 0:
+            _, s = heappop(prices)
+            if members[s] < 0:
                 continue
-            freed = min(float(footprint[g]), need)
-            for d in range(num_devices):
-                if d == device or time_s[g, d] == np.inf or room[d] < footprint[g]:
-                    continue
-                added = rows[s, d] - rows[s, device] + time_s[g, d] - time_s[g, device]
-                added += max(0.0, load[d] + time_s[g, d] - busiest)
-                ratio = added / freed if added > 0 else added * freed
-                if ratio < best:
-                    best, best_slot, best_device = ratio, s, d
+            g = members[s]
+            price, d = _cheapest(device, need, busiest, footprint[g], rows[s], time_s[g], loads)
+            if len(prices) > 0 and (price, s) > prices[0]:
+                if price < np.inf:
+                    heappush(prices, (price, s))
+            elif price < np.inf:
+                best_slot, best_device = s, d
         if best_slot < 0:
             break
         g = members[best_slot]
@@ -98,21 +130,24 @@ def shed(device, need, loads, footprint, time_s, t):
         room[best_device] -= footprint[g]
         need -= footprint[g]
         moved += 1
+        since += 1
         for k in range(t.ptr[g], t.ptr[g + 1]):
             n = np.int64(t.neighbor[k])
             if slot[n] >= 0:
                 for d in range(num_devices):
                     rows[slot[n], d] = _communication(n, d, devices, t)
+                price, _ = _cheapest(device, need, busiest, footprint[n], rows[slot[n]], time_s[n], loads)
+                heappush(prices, (price, slot[n]))
     return moved
 
 
 @entry
-def all_communication(devices, t):
-    """Returns float64 [G, D], the seconds of all transfers of each group if it sat on each device."""
-    rows = np.empty((len(devices), len(t.latency)))
-    for g in range(len(devices)):
+def all_communication(groups, devices, t):
+    """Returns float64 [len(groups), D], the seconds of all transfers of each of some groups if it sat on each device."""
+    rows = np.empty((len(groups), len(t.latency)))
+    for i in range(len(groups)):
         for d in range(len(t.latency)):
-            rows[g, d] = _communication(g, d, devices, t)
+            rows[i, d] = _communication(groups[i], d, devices, t)
     return rows
 
 

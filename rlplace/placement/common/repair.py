@@ -27,6 +27,9 @@ MAX_CALLS = 400
 _TRIES = 24
 """Single moves tried by simulation before swaps are, and swaps tried after them."""
 
+_SAMPLE, _FASTER = 8, 4.0
+"""Exact tries after which a repair ends that would need more calls than it has left even if it became so much faster."""
+
 
 def legalize(problem: Problem, device_of_group: NDArray[Any]) -> Assignment:
     """Returns a copy with every group on an allowed device, and without missing links where moving groups can avoid them.
@@ -81,11 +84,15 @@ def repair_answer(evaluator: PlanEvaluator, devices: Assignment, *, max_calls: i
         return next((answer for answer in answers if answer.score.objective_s < current.score.objective_s), None)
 
     current = evaluator.answer(devices)
+    exact, tried, eased = 0, 0, 0.0  # exact tries that helped, the calls that they took, and the overflow that they took away
     while not current.score.feasible and current.score.step_time_s != np.inf and not spent():
+        before, calls = current.score.overflow, budget.used
         found = better(_sheds(problem, current))
         if found is None:  # estimates failed here: go on with exact tries, then trust them again from the new assignment
             found = better(takewhile(lambda _: not spent(), _neighbors(problem, current)))
-        if found is None:
+            exact, tried = exact + 1, tried + budget.used - calls
+            eased += 0.0 if found is None else before - found.score.overflow
+        if found is None or (exact >= _SAMPLE and _FASTER * eased * (last_call - budget.used) < found.score.overflow * tried):
             break
         current = found
     return current
@@ -117,21 +124,20 @@ def _neighbors(problem: Problem, current: ScoredAssignment) -> Iterator[Assignme
     device = int((current.peaks - problem.capacity_bytes).argmax())
     need = float(current.peaks[device] - problem.capacity_bytes[device])
     size, time_s = graph.footprint_bytes, graph.time_s
-    rows = kernels.all_communication(current.devices, traffic(problem))
     mine = np.flatnonzero(current.devices == device)
-    added = rows[mine] - rows[mine, device][:, None] + time_s[mine] - time_s[mine, device][:, None]
+    rows = kernels.all_communication(mine, current.devices, traffic(problem))
+    added = rows - rows[:, device][:, None] + time_s[mine] - time_s[mine, device][:, None]
     added[:, device] = np.inf
     freed = np.minimum(size[mine] + 1.0, max(need, 1.0))
     # Moves that should fit come first, then by added time per freed byte.
-    fits = room[None, :] >= size[mine][:, None]
-    key = np.where(added > 0, added / freed[:, None], added * freed[:, None])
-    flat = np.lexsort((key.ravel(), ~fits.ravel()))
-    for index in flat[: 4 * _TRIES]:
-        row, target = divmod(int(index), problem.num_devices)
-        if np.isfinite(added[row, target]):
-            devices = current.devices.copy()
-            devices[mine[row]] = target
-            yield devices
+    fits = (room[None, :] >= size[mine][:, None]).ravel()
+    key = np.where(added > 0, added / freed[:, None], added * freed[:, None]).ravel()
+    moves = [index for some in (fits, ~fits) for index in _least(np.where(some, key, np.inf), 4 * _TRIES)]
+    for index in moves[: 4 * _TRIES]:
+        row, target = divmod(index, problem.num_devices)
+        devices = current.devices.copy()
+        devices[mine[row]] = target
+        yield devices
     # Exchanges of a large group for a smaller one elsewhere, those that free just enough first.
     other = np.flatnonzero((current.devices != device) & np.isfinite(time_s[:, device]))
     mine = mine[np.argsort(-size[mine], kind="stable")][:200]
@@ -140,11 +146,16 @@ def _neighbors(problem: Problem, current: ScoredAssignment) -> Iterator[Assignme
     there = current.devices[other]
     legal = np.isfinite(time_s[mine][:, there]) & (less > 0)
     miss = np.where(less >= need, less - need, 2.0 * (need - less)) + np.where(less <= room[there][None, :], 0.0, 1e18)
-    key = np.where(legal, miss, np.inf).ravel()
-    for index in np.argsort(key, kind="stable")[: 4 * _TRIES]:
-        if not np.isfinite(key[index]):
-            return
-        a, b = divmod(int(index), len(other))
+    for index in _least(np.where(legal, miss, np.inf).ravel(), 4 * _TRIES):
+        a, b = divmod(index, len(other))
         devices = current.devices.copy()
         devices[mine[a]], devices[other[b]] = there[b], device
         yield devices
+
+
+def _least(key: NDArray[np.float64], count: int) -> list[int]:
+    """Returns the indices of the least finite entries, at most `count` of them, least first, the first of equal ones first."""
+    few = np.flatnonzero(key <= np.partition(key, count)[count] if len(key) > count else np.isfinite(key))
+    few = few[np.isfinite(key[few])]
+    found: list[int] = few[np.argsort(key[few], kind="stable")[:count]].tolist()
+    return found

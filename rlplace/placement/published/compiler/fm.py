@@ -9,6 +9,7 @@ of the limit, plus the same for memory; a partition without excess is balanced. 
 # mypy: disable-error-code="no-untyped-def, arg-type, assignment"
 from __future__ import annotations
 
+from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,12 @@ BUCKETS = 512
 
 LOOKS = 24
 """Entries of a device's buckets that are tried for one that fits, before the device is skipped."""
+
+AFRESH = 2048
+"""Graphs of fewer vertices are refined move by move as said. In others cells above their limits are treated one after another,
+and vertices of a cell that were of no use are tried anew when one of so many has moved, `MOST_AGAIN` times in a pass."""
+
+MOST_AGAIN = 8
 
 
 class Machine(NamedTuple):
@@ -132,6 +139,22 @@ def _enter(vertex, gain, near, quantum, g, s, buckets):
 
 
 @inner
+def _above(device, w, load, used, limit, room):
+    """Returns whether a device is above its memory, or above the limit of its load in a band."""
+    return load[device, w] > limit[device, w] or used[device] > room[device]
+
+
+@inner
+def _highest(vertex, here, gain, time_s):
+    """Returns the highest gain of a vertex over all devices that may take it."""
+    highest = -np.inf
+    for b in range(gain.shape[1]):
+        if b != here and time_s[vertex, b] < np.inf:
+            highest = max(highest, gain[vertex, b])
+    return highest
+
+
+@inner
 def _over(value, limit):
     """Returns the excess of a value over its limit, as a share of the limit; rounding of sums does not count."""
     return max(0.0, value / limit - 1.0 - 1e-9) if limit < np.inf else 0.0
@@ -146,6 +169,18 @@ def _excess_change(vertex, to, g, m, s):
     change += _over(load[here, w] - time_s[vertex, here], limit[here, w]) - _over(load[here, w], limit[here, w])
     change += _over(used[to] + size, room[to]) - _over(used[to], room[to])
     return change + _over(used[here] - size, room[here]) - _over(used[here], room[here])
+
+
+@inner(forceinline=True)
+def _easing(vertex, least, locked, gain, g, m, s):
+    """Returns the device of highest gain, not below `least`, among the moves of a vertex that lower the excess; -1: none."""
+    here, time_s, to = s.part[vertex], g.time_s, np.int64(-1)
+    for b in range(gain.shape[1]):
+        if locked[vertex] or b == here or time_s[vertex, b] == np.inf or gain[vertex, b] < least:
+            continue
+        if (to < 0 or gain[vertex, b] > gain[vertex, to]) and _excess_change(vertex, b, g, m, s) < -1e-12:
+            to = np.int64(b)
+    return to
 
 
 @entry
@@ -179,8 +214,8 @@ def refine(part, loose, patience, g, m):
     """Makes one pass; `part` becomes its best prefix. Returns whether that is better than the start.
 
     Better is less excess, then less cut, then a smaller largest load. With excess, only moves that lower it are made, the one
-    of highest gain first. Without, the move of highest gain is made that keeps the balance, or with `loose` any whose target
-    cell is not above its limit yet, so that the next move makes room: together they are a swap.
+    of highest gain first (see `AFRESH`). Without, the move of highest gain is made that keeps the balance, or with `loose` any
+    whose target cell is not above its limit yet, so that the next move makes room: together they are a swap.
     """
     vertices, devices = g.time_s.shape
     s, cut, excess = evaluate(part, g, m)
@@ -203,22 +238,68 @@ def refine(part, loose, patience, g, m):
     for v in range(vertices):
         _enter(v, gain[v], near[v], quantum, g, s, buckets)
     log = np.zeros((vertices, 2), dtype=np.int64)
-    moves, kept = 0, 0
-    best_cut, best_excess, best_load = cut, excess, load.max()
+    moves, kept, largest_load = 0, 0, load.max()
+    bands = load.shape[1]
+    # A vertex moves once in a pass, so that those which may move stay in their cell.
+    cell_of, cell_ptr, cell_vertices = part * np.int64(bands) + band, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    ranked = [[(0.0, np.int64(0))]][1:]  # vertices of a cell by their highest gain
+    ranked_at = np.full(devices * bands, -(vertices + 1))  # moves made when they were ranked
+    passed, lag = [(0.0, np.int64(0))][1:], vertices // AFRESH
+    above, is_above = [np.int64(0)][1:], np.zeros(devices * bands, dtype=np.bool_)  # cells above their limits
+    place, looks_again = 0, 0  # the cell that gave the last move; vertices looked at again
+    for cell in range(devices * bands):
+        if _above(cell // bands, cell % bands, load, used, limit, room):
+            is_above[cell] = True
+            above.append(np.int64(cell))
+    best_cut, best_excess, best_load = cut, excess, largest_load
     start_cut, start_excess, start_load = best_cut, best_excess, best_load
     seen = np.full(vertices, -1, dtype=np.int64)
     while moves < vertices and moves - kept <= patience:
         vertex, to, best = -1, -1, -np.inf
         if excess > 1e-9:
-            for v in range(vertices):
-                here = part[v]
-                if locked[v] or (load[here, band[v]] <= limit[here, band[v]] and used[here] <= room[here]):
+            if len(ranked) == 0:
+                for _ in range(devices * bands):
+                    ranked.append([(0.0, np.int64(0))][1:])
+                cell_ptr = np.cumsum(np.bincount(cell_of + 1, minlength=devices * bands + 1))
+                cell_vertices = np.argsort(cell_of, kind="mergesort")
+            seen_cells, place = 0, place if place < len(above) else 0
+            while seen_cells < len(above) and (lag == 0 or vertex < 0):
+                cell = above[place]
+                here, w, heap = cell // bands, cell % bands, ranked[cell]
+                if not _above(here, w, load, used, limit, room):
+                    is_above[cell] = False
+                    last = above.pop()
+                    if place < len(above):
+                        above[place] = last
+                    else:
+                        place = 0
                     continue
-                for b in range(devices):
-                    if b == here or time_s[v, b] == np.inf or gain[v, b] <= best:
+                passed.clear()
+                if lag == 0:
+                    for v in cell_vertices[cell_ptr[cell] : cell_ptr[cell + 1]]:
+                        b = _easing(v, best, locked, gain, g, m, s)
+                        if b >= 0 and (gain[v, b] > best or v < vertex):
+                            vertex, to, best = v, b, gain[v, b]
+                while len(heap) > 0 and -heap[0][0] > best:
+                    first, v = heappop(heap)
+                    if locked[v] or first != -_highest(v, here, gain, time_s):
                         continue
-                    if _excess_change(v, b, g, m, s) < -1e-12:
+                    passed.append((first, v))
+                    b = _easing(v, best, locked, gain, g, m, s)
+                    if b >= 0:
                         vertex, to, best = v, b, gain[v, b]
+                for i in range(len(passed) if len(passed) <= LOOKS else 0):
+                    heappush(heap, passed[i])
+                again = 0 < lag < moves - ranked_at[cell] and looks_again < MOST_AGAIN * vertices
+                if vertex < 0 and len(heap) == 0 and again:
+                    ranked_at[cell] = moves
+                    looks_again += cell_ptr[cell + 1] - cell_ptr[cell]
+                    for v in cell_vertices[cell_ptr[cell] : cell_ptr[cell + 1]]:
+                        if not locked[v]:
+                            heap.append((-_highest(v, here, gain, time_s), np.int64(v)))
+                    heapify(heap)
+                elif lag == 0 or vertex < 0:
+                    seen_cells, place = seen_cells + 1, (place + 1) % len(above)
         else:
             for b in range(devices):
                 while top[b] >= 0 and head[b, top[b]] < 0:
@@ -244,10 +325,17 @@ def refine(part, loose, patience, g, m):
         here = part[vertex]
         excess += _excess_change(vertex, to, g, m, s)
         cut -= gain[vertex, to]
+        shrinks = load[here, band[vertex]] == largest_load
         load[here, band[vertex]] -= time_s[vertex, here]
         load[to, band[vertex]] += time_s[vertex, to]
+        largest_load = load.max() if shrinks else max(largest_load, load[to, band[vertex]])
         used[here] -= footprint[vertex]
         used[to] += footprint[vertex]
+        first_band, last_band = (0, bands - 1) if used[to] > room[to] else (band[vertex], band[vertex])
+        for w in range(first_band, last_band + 1):
+            if _above(to, w, load, used, limit, room) and not is_above[to * bands + w]:
+                is_above[to * bands + w] = True
+                above.append(np.int64(to * bands + w))
         locked[vertex] = True
         for b in range(devices):
             _unlink(vertex * devices + b, b, bucket_of, following, before, head)
@@ -269,10 +357,13 @@ def refine(part, loose, patience, g, m):
                 if locked[v] or seen[v] == moves:
                     continue
                 seen[v] = moves
+                before_gain = _highest(v, part[v], gain, time_s)
                 _gains(v, g, m, s, gain[v], near[v])
                 _enter(v, gain[v], near[v], quantum, g, s, buckets)
-        if _better(excess, cut, load.max(), best_excess, best_cut, best_load):
-            best_excess, best_cut, best_load, kept = excess, cut, load.max(), moves
+                if ranked_at[cell_of[v]] >= 0 and _highest(v, part[v], gain, time_s) != before_gain:
+                    heappush(ranked[cell_of[v]], (-_highest(v, part[v], gain, time_s), v))
+        if _better(excess, cut, largest_load, best_excess, best_cut, best_load):
+            best_excess, best_cut, best_load, kept = excess, cut, largest_load, moves
     for i in range(moves - 1, kept - 1, -1):
         part[log[i, 0]] = log[i, 1]
     return _better(best_excess, best_cut, best_load, start_excess, start_cut, start_load)

@@ -22,7 +22,7 @@ from rlplace.strategy.executor.traffic import SIZES, ClusterTraffic, table_s
 from tests.strategy.random_costs import CLUSTERS, random_costs, random_draft
 
 FIELDS = ("step_time_s", "over_bytes", "stage_busy_s", "peak_memory_bytes", "host_bytes")
-PRESETS = {name: Cluster.preset(name) for name in CLUSTERS}
+PRESETS = {name: Cluster.preset(name) for name in (*CLUSTERS, "h100:4x2,pod=2@100g@1ms", "a100-80g:8x1,pod=2@50g,region=4@9g")}
 
 
 def check_twins(costs, cluster, draft, evaluator=None):
@@ -35,7 +35,7 @@ def check_twins(costs, cluster, draft, evaluator=None):
 
 
 @settings(max_examples=150)
-@given(st.sampled_from(CLUSTERS), st.integers(0, 2**32), st.integers(1, 24), st.booleans())
+@given(st.sampled_from(list(PRESETS)), st.integers(0, 2**32), st.integers(1, 24), st.booleans())
 def test_twins_agree(name, seed, blocks, tied):
     rng, cluster = np.random.default_rng(seed), PRESETS[name]
     costs = dataclasses.replace(random_costs(rng, cluster, blocks, tied=tied), joins_replicas=blocks % 3 == 0)

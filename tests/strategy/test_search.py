@@ -21,6 +21,7 @@ from rlplace.strategy.search.cuts import balanced_bounds
 from rlplace.strategy.search.fit import fitted, steps
 from rlplace.strategy.search.moves import Moves
 from rlplace.strategy.search.search import search
+from rlplace.strategy.search.shapes import divisions
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import OutOfBudgetError, SearchProblem, Tries
 from rlplace.strategy.search.uniform import Listed, Option, UniformOptions, listed
@@ -133,6 +134,24 @@ def test_the_answer_is_no_worse_than_any_uniform_strategy(text: str, seed: int) 
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("flat", "tiered"), [("h100:8x2", "h100:8x2,pod=2@25g"), ("h100:4x4", "h100:4x4,pod=2@50g@1ms")])
+def test_on_tiers_the_answer_is_no_worse_than_that_for_one_network(flat: str, tiered: str, seed: int) -> None:
+    asked = question(seed, tiered, 0.05, batch=32)
+    other = search(question(seed, flat, 0.05, batch=32), calls=300).ranked[0]
+    answer = search(asked, calls=300).ranked[0]
+    assert other.step_s < answer.step_s <= Tries(asked).score(other.draft).step_s
+
+
+def test_parameters_may_be_shared_over_the_hosts_of_a_group() -> None:
+    def shared(text: str) -> set[int]:
+        found = divisions(question(1, text), tuple(range(32)))
+        return {mesh.shard for places, mesh in found if places == mesh.tensor == mesh.context == 1}
+
+    assert shared("h100:16x2") == {1, 2, 32} and shared("h100:16x2,pod=4@25g,region=8@9g") == {1, 2, 8, 16, 32}
+
+
 def test_a_few_of_every_family_come_first() -> None:
     """Tensor and pipeline parallelism together on 64 devices, though thousands of others have lower bounds."""
     asked = question(1, "h100:8x8,ib=400g", batch=128)

@@ -14,8 +14,9 @@ from rlplace.errors import unknown_name
 ONE, LOOP, V = "one", "loop", "v"
 """Layouts of a chain of stages on devices: one stage on each, a loop (0 1 2 0 1 2; also of one lap), a v (0 1 2 2 1 0)."""
 
-ALL, DEPTH, PLACES = "all", "depth", "places"
-"""Micro-batches that a stage holds at once: all; as many as there are stages from it on; one more than devices."""
+ALL, DEPTH, AHEAD, PLACES = "all", "depth", "ahead", "places"
+"""Micro-batches that a stage holds at once: all; as many as there are stages from it on; those ahead of the first backward in
+interleaved 1F1B (`rlplace.plan.actions`); one more than devices."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Schedule:
         splits_backward: Runs the gradients of weights apart from the gradient of a stage's input, so needs stages that are not
             recomputed: each half would run the forward again.
         layout: `ONE`, `LOOP` or `V`: the layout of a chain on its devices that torch expects.
-        holds: `ALL`, `DEPTH` or `PLACES`: micro-batches that a stage holds at once.
+        holds: `ALL`, `DEPTH`, `AHEAD` or `PLACES`: micro-batches that a stage holds at once.
+        unfilled: About which part of a forward and backward of one stage each further device waits for in a step.
     """
 
     name: str
@@ -36,11 +38,16 @@ class Schedule:
     splits_backward: bool = False
     layout: str = ONE
     holds: str = PLACES
+    unfilled: float = 1.0
 
     def in_flight(self, stages: int, places: int, count: int) -> list[int]:
         """Returns about how many of `count` micro-batches each stage of a chain on so many devices holds at once."""
         if self.holds == DEPTH:
             return [min(count, stages - stage) for stage in range(stages)]
+        if self.holds == AHEAD:
+            laps = stages // places
+            held = [(laps - 1) * places + 2 * (places - 1 - stage % places) + 1 for stage in range(stages)]
+            return [min(count, -(-own // laps)) for own in held]
         return [count if self.holds == ALL else min(count, places + 1)] * stages
 
 
@@ -56,10 +63,10 @@ _ALL = (
     Schedule(GPIPE, "ScheduleGPipe", holds=ALL),
     Schedule(ONE_F_ONE_B, "Schedule1F1B", holds=DEPTH),
     Schedule(LOOPED_BFS, "ScheduleLoopedBFS", layout=LOOP, holds=ALL),
-    Schedule("interleaved_1f1b", "ScheduleInterleaved1F1B", layout=LOOP),
-    Schedule(ZERO_BUBBLE, "ScheduleInterleavedZeroBubble", splits_backward=True, layout=LOOP),
-    Schedule(ZBV, "ScheduleZBVZeroBubble", splits_backward=True, layout=V),
-    Schedule("dualpipev", "ScheduleDualPipeV", splits_backward=True, layout=V),
+    Schedule("interleaved_1f1b", "ScheduleInterleaved1F1B", layout=LOOP, holds=AHEAD),
+    Schedule(ZERO_BUBBLE, "ScheduleInterleavedZeroBubble", splits_backward=True, layout=LOOP, unfilled=0.75),
+    Schedule(ZBV, "ScheduleZBVZeroBubble", splits_backward=True, layout=V, unfilled=0.6),
+    Schedule("dualpipev", "ScheduleDualPipeV", splits_backward=True, layout=V, unfilled=0.6),
 )
 SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}
 

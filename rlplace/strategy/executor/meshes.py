@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError, show
 from rlplace.plan.actions import Action, chain_actions
-from rlplace.strategy.costs import CONTEXT_GATHER, EXPERT_ALL_TO_ALL, STATISTICS
+from rlplace.strategy.costs import CONTEXT_GATHER, EXPERT_ALL_TO_ALL, STATISTICS, Floats
 from rlplace.strategy.drafts import Devices, Draft, Mesh, array_of
 
 Ints = NDArray[np.int64]
@@ -157,9 +157,9 @@ def _groups(place: Mesh, size: int, stride: int) -> Groups:
     return Groups(place.devices, size, stride)
 
 
-def room_bytes(cluster: Cluster) -> tuple[float, ...]:
-    """Returns the capacity of every device without its reserved bytes; inf without a limit."""
-    return tuple(inf if d.memory_bytes is None else float(d.memory_bytes - d.reserved_bytes) for d in cluster.devices)
+def room_bytes(cluster: Cluster) -> Floats:
+    """Returns the capacity of every device without its reserved bytes, float64 [D]; inf without a limit."""
+    return np.array([inf if d.memory_bytes is None else d.memory_bytes - d.reserved_bytes for d in cluster.devices])
 
 
 def lane_count(draft: Draft) -> int:

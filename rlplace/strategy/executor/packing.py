@@ -153,7 +153,7 @@ class Packer:
 
     def __init__(self, costs: BlockCosts, cluster: Cluster, traffic: ClusterTraffic) -> None:
         self.costs, self.cluster, self.traffic = costs, cluster, traffic
-        self._room = np.array(room_bytes(cluster))
+        self._room = room_bytes(cluster)
         self._forget()
 
     def _forget(self) -> None:

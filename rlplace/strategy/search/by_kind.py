@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B, ZBV, ZERO_BUBBLE
+from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B, SCHEDULES, ZBV, ZERO_BUBBLE
 from rlplace.strategy.costs import FULL, RECOMPUTE
 from rlplace.strategy.drafts import Draft, Mesh, plain_draft
 from rlplace.strategy.search.chains import runs
@@ -30,8 +30,8 @@ KEPT = 24
 SIZES = 4
 """Sizes of micro-batches that are tried at most, the smallest ones."""
 
-WAYS = ((ONE_F_ONE_B, 1, 1.0), (ZERO_BUBBLE, 1, 0.7), (ZERO_BUBBLE, 2, 0.4), (ZBV, 2, 0.3), (GPIPE, 1, 1.0))
-"""Schedules, stages a place, and about which part of a pass of every further place stays unfilled."""
+WAYS = ((ONE_F_ONE_B, 1), (ZERO_BUBBLE, 1), (ZERO_BUBBLE, 2), (ZBV, 2), (GPIPE, 1))
+"""Schedules, and stages a place."""
 
 
 class _Part(NamedTuple):
@@ -147,15 +147,16 @@ def _shapes(problem: SearchProblem, parts: tuple[_Part, ...], count: int, size: 
         pace_s = 1.0 / sum(part.places / seconds for part, seconds in zip(parts, pass_s, strict=True))
         missing = 0.0
         for number, part in enumerate(parts):
-            share, room = pace_s / pass_s[number], problem.room_bytes[part.mesh.devices[0]]
+            share, room = pace_s / pass_s[number], float(problem.room_bytes[part.mesh.devices[0]])
             over = share * (part.held_bytes + flight * part.kept_bytes) + part.working_bytes - room
             spare = share * flight * part.saved_bytes
             pass_s[number] = part.pass_s + part.again_s * min(1.0, max(0.0, over) / max(spare, 1.0))
             missing = max(missing, (over - spare) / room)
     exchange_s = max(part.exchange_s * pace_s / seconds for part, seconds in zip(parts, pass_s, strict=True))
-    for schedule, chunks, unfilled in WAYS:
+    for schedule, chunks in WAYS:
         fits = problem.space.allows("schedule", schedule) and problem.space.allows("virtual", chunks)
         if fits and places * chunks <= len(problem.costs.names) and runs(schedule, places, chunks, count):
+            unfilled = SCHEDULES[schedule].unfilled / chunks
             step_s = (count + unfilled * (places - 1)) * pace_s + exchange_s
             yield _Shape(step_s * (1.0 + max(0.0, missing)), count, size, parts, (schedule, chunks))
 

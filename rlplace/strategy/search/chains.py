@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.plan.actions import check_schedule
-from rlplace.plan.schedule import SCHEDULES
+from rlplace.plan.schedule import ONE_F_ONE_B, SCHEDULES
 from rlplace.strategy.costs import Floats
 from rlplace.strategy.search.fit import in_flight
 from rlplace.strategy.search.shapes import chains, stage_order
@@ -27,6 +27,8 @@ class Chains(NamedTuple):
         order: int64 [O], the number of the order of each.
         splits: int64 [O], 1 where the backward is split.
         alone: bool [O], whether every place has one stage.
+        unfilled: float64 [O], about which part of a pass through a place every further one waits for.
+        waits: float64 [O], about how many stage transfers a micro-batch waits for while the chain is full.
         holds: float64 [O, S, P], 1 where a stage is on a place.
     """
 
@@ -35,6 +37,8 @@ class Chains(NamedTuple):
     order: NDArray[np.int64]
     splits: NDArray[np.int64]
     alone: NDArray[np.bool_]
+    unfilled: Floats
+    waits: Floats
     holds: Floats
 
 
@@ -50,7 +54,9 @@ def chains_on(space: Space, places: int, blocks: int) -> Chains:
     return Chains(
         names, orders, np.array([orders.index(order) for order in each], dtype=np.int64),
         np.array([schedule is not None and SCHEDULES[schedule].splits_backward for _, schedule in names], dtype=np.int64),
-        np.array([len(order) == places for order in each], dtype=np.bool_), holds,
+        np.array([len(order) == places for order in each], dtype=np.bool_),
+        np.array([SCHEDULES[schedule].unfilled / chunks if schedule else 0.0 for chunks, schedule in names]),
+        np.array([2.0 if schedule == ONE_F_ONE_B else 0.0 for _, schedule in names]), holds,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from rlplace.plan.strategy import CONTEXT_METHODS, GATHER
 from rlplace.strategy.drafts import Draft, Mesh, plain_draft
 from rlplace.strategy.executor.evaluate import StepEvaluation
 from rlplace.strategy.executor.meshes import spreads
+from rlplace.strategy.search.chains import runs
 from rlplace.strategy.search.shapes import Shares, chains, equal_shares, stage_order, unlike_shares
 from rlplace.strategy.search.tries import SearchProblem
 
@@ -46,7 +47,7 @@ class Moves:
 
         `seen` is the evaluation of the draft: moves at its bottleneck come first.
         """
-        return (other for _, some in self.of_kinds(draft, seen) for other in some)
+        return (other for _, some in self.of_kinds(draft, seen) for other in some if _scheduled(other))
 
     def of_kinds(self, draft: Draft, seen: StepEvaluation) -> Iterator[tuple[str, Iterator[Draft]]]:
         """Yields `neighbours` in parts, each after the kind of its moves, one of `KINDS`; they are made on demand."""
@@ -139,6 +140,11 @@ class Moves:
             yield from ((sizes, draft.microbatches) for sizes in _one_less(draft.microbatch))
         if near and len(set(draft.microbatches)) > 1:
             yield from ((draft.microbatch, counts) for counts in _one_less(draft.microbatches))
+
+
+def _scheduled(draft: Draft) -> bool:
+    """Returns whether the schedule runs so many micro-batches on so many stages."""
+    return runs(draft.schedule, len(draft.places), draft.stages // len(draft.places), min(draft.microbatches))
 
 
 def _shift_blocks(draft: Draft, bottleneck: int) -> Iterator[Draft]:

@@ -35,6 +35,9 @@ STARTS = 4
 UNIFORM_PART = 0.4
 """Part of the budget for uniform strategies before the search goes on from them."""
 
+FIRST_UNIFORM = 6
+"""Uniform strategies that come before everything else, the most promising ones."""
+
 BY_KIND_PART = 0.15
 """Part of the budget for starts with a shape for each kind of device."""
 
@@ -112,6 +115,7 @@ def search(
     others, complete, all_kinds = try_uniform(tries, options.first), True, False
     uniform: list[Tried | None] = []
     try:
+        uniform.extend(itertools.islice(others, FIRST_UNIFORM))
         uniform.extend(try_rivals(tries, options.rivals))
         all_kinds = options.complete
         tries.end_by_time(LEAST_PART)

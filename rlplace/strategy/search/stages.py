@@ -110,7 +110,7 @@ class StageTable:
         self._problem = problem
         cluster, blocks = problem.cluster, len(problem.costs.names)
         self._kind, self._seats = problem.balance.kind, cluster.seats
-        self._room = np.array(problem.room_bytes)
+        self._room = problem.room_bytes
         self._ends = np.unique(np.linspace(0, blocks, min(blocks, MOST_PARTS) + 1).astype(np.int64))
         self._known: dict[object, tuple[Floats, ...] | None] = {}
         self._spread, self._stages = Spread(0, 0, 0), dict[object, StageTimes | None]()  # of one spread over all orders

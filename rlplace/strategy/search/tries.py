@@ -18,7 +18,7 @@ from rlplace.cluster import Cluster
 from rlplace.errors import InputError
 from rlplace.plan.strategy import Pipeline, Strategy
 from rlplace.records import trusted
-from rlplace.strategy.costs import BlockCosts, Cut
+from rlplace.strategy.costs import BlockCosts, Cut, Floats
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.executor.meshes import room_bytes
@@ -99,8 +99,8 @@ class SearchProblem:
         return self.scores.cluster
 
     @cached_property
-    def room_bytes(self) -> tuple[float, ...]:
-        """Capacity of every device without its reserved bytes; inf without a limit."""
+    def room_bytes(self) -> Floats:
+        """Capacity of every device without its reserved bytes, float64 [D]; inf without a limit."""
         return room_bytes(self.cluster)
 
     @cached_property

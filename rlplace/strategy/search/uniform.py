@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 
 from rlplace.plan.strategy import CONTEXT_METHODS
 from rlplace.strategy.costs import RECOMPUTE, Cut, Floats
-from rlplace.strategy.drafts import KINDS, Draft, Mesh, kind_named, plain_draft
+from rlplace.strategy.drafts import KINDS, Devices, Draft, Mesh, array_of, kind_named, plain_draft
+from rlplace.strategy.executor.meshes import Border
+from rlplace.strategy.executor.rules import SLOWDOWN
 from rlplace.strategy.search.chains import Chains, all_in_flight, chains_on, runs
 from rlplace.strategy.search.cuts import Balance
 from rlplace.strategy.search.fit import fitted
@@ -33,6 +35,9 @@ MOST_UNEVEN = 8
 
 FEW = 32
 """Devices of a cluster of which all sets are tried from the beginning."""
+
+MOST_BORDERS = 8
+"""Borders of stages, the first ones and the last, of which the slowest is taken for all where steps are estimated."""
 
 TURN = 3
 """Options by their estimates for each one by its family."""
@@ -77,12 +82,14 @@ class _Spread(NamedTuple):
         sizes: As in drafts; so is `counts`.
         counts: Micro-batches.
         bounds: int64 [G, S + 1], first blocks of the stages of each order.
+        taken_s: float64 [G, S], ops of a micro-batch on each stage.
         bound_s: float64 [O], see `Option.bound_s`.
     """
 
     sizes: tuple[int, ...]
     counts: tuple[int, ...]
     bounds: NDArray[np.int64]
+    taken_s: Floats
     bound_s: Floats
 
 
@@ -112,6 +119,7 @@ class UniformOptions:
         self._problem, self._balance = dataclasses.replace(problem, space=_runnable(problem)), problem.balance
         self._spreads: dict[object, list[_Spread]] = {}
         self._sums: dict[object, tuple[Floats, float]] = {}
+        self._ways: dict[object, tuple[float, float]] = {}
         self._rooms: dict[object, tuple[Floats, Floats]] = {}
 
     def every(self) -> Iterator[Option]:
@@ -164,30 +172,60 @@ class UniformOptions:
     def _estimate(
         self, devices: tuple[int, ...], places: int, axes: Mesh, chain: Chains, spread: _Spread
     ) -> tuple[Floats, Floats]:
-        """Returns `Option.expected_s` and `Option.short_bytes`, float64 [O] each."""
+        """Returns `Option.expected_s` and `Option.short_bytes`, float64 [O] each.
+
+        A step is all micro-batches on the slowest place, what it waits for others in the beginning and the end, stage transfers,
+        the update, and what is exchanged: hidden behind the passes of a single stage, exposed in a pipeline.
+        """
         size, count = max(spread.sizes), max(spread.counts)
         rows, working = zip(
             *(self._running(devices, places, axes, size, count, bool(splits)) for splits in range(1 + chain.splits.max())),
             strict=True,
         )
         sums = np.array(rows)[:, :, spread.bounds]
-        parts = (sums[..., 1:] - sums[..., :-1])[chain.splits, :, chain.order]  # [O, 6, S]
+        parts = (sums[..., 1:] - sums[..., :-1])[chain.splits, :, chain.order]  # [O, 7, S]
         parts[:, 1:3] *= all_in_flight(chain.names, places, count)[:, None]
-        held, kept, spare, again_s, inside_s, exchanged_s = np.moveaxis(parts @ chain.holds, 1, 0)  # [O, P] each
+        held, kept, spare, again_s, inside_s, exchanged_s, update_s = np.moveaxis(parts @ chain.holds, 1, 0)  # [O, P] each
         room = self._room(devices, places)[len(spread.sizes) > 1]
         short = held + kept + np.array(working)[chain.splits, None] - room
         again_s = again_s * np.clip(short / np.maximum(spare, 1.0), 0.0, 1.0)
-        passes_s = spread.bound_s + count * (again_s + inside_s).max(axis=1)
-        times = {2: (1 + count) / 2, 3: 1.5 * count}.get(axes.sharding, 1)
-        return np.maximum(passes_s, times * exchanged_s.max(axis=1)), (short - spare).max(axis=1)
+        pass_s = (spread.taken_s[chain.order][:, None] @ chain.holds)[:, 0] + again_s + inside_s
+        slowest_s, exchanged_s = pass_s.max(axis=1), exchanged_s.max(axis=1)
+        passes_s = count * slowest_s + chain.unfilled * (pass_s.sum(axis=1) - slowest_s)
+        if places > 1:
+            sent_s = self._handed_over_s(devices, places, axes, size, spread.bounds)[chain.order]  # [O, S - 1]
+            each_s, laps = sent_s.max(axis=1), chain.holds.sum(axis=(1, 2)) / places
+            passes_s = np.maximum(passes_s + chain.waits * count * each_s, count * laps * each_s) + 2 * sent_s.sum(axis=1)
+            step_s = passes_s + exchanged_s
+        else:
+            exchanged_s = exchanged_s * {2: (1 + count) / 2, 3: 1.5 * count}.get(axes.sharding, 1)
+            step_s = np.maximum(passes_s, exchanged_s) + SLOWDOWN * np.minimum(passes_s, exchanged_s)
+        return np.maximum(step_s + update_s.max(axis=1), spread.bound_s), (short - spare).max(axis=1)
+
+    def _handed_over_s(self, devices: tuple[int, ...], places: int, axes: Mesh, size: int, bounds: NDArray[np.int64]) -> Floats:
+        """Returns float64 [G, S - 1], seconds in which a micro-batch crosses each border, at the slowest of a few borders."""
+        key = devices, places
+        if key not in self._ways:
+            width = len(devices) // places
+            firsts = sorted({*range(min(places - 1, MOST_BORDERS)), places - 2})
+            parts = {at: Devices(devices[at * width : (at + 1) * width]) for first in firsts for at in (first, first + 1)}
+            pairs = {(at, at + 1): Border(parts[at], parts[at + 1], 1.0) for at in firsts}
+            ways = self._problem.scores.traffic.ways(pairs).values()
+            self._ways[key] = max(way.latency_s for way in ways), max(way.s_per_byte for way in ways)
+        latency_s, s_per_byte = self._ways[key]
+        kind = min(self._balance.kinds(devices, 1)[0])
+        sent = self._problem.costs.passes(kind, axes.cut(size)).sent_bytes
+        inner = bounds[:, 1:-1]
+        crossing = (inner > 0) & (inner < bounds[:, -1:])  # further stages are empty
+        return np.where(crossing, latency_s + s_per_byte * sent[np.maximum(inner, 1) - 1], 0.0)
 
     def _running(
         self, devices: tuple[int, ...], places: int, axes: Mesh, size: int, count: int, splits: bool
     ) -> tuple[Floats, float]:
-        """Returns running sums over blocks, float64 [6, B + 1], and working bytes of a pass.
+        """Returns running sums over blocks, float64 [7, B + 1], and working bytes of a pass.
 
         Bytes held all step, kept of a micro-batch, of these saved by recomputation; seconds of a micro-batch for that, and for
-        collectives inside blocks; seconds to exchange weights and gradients once.
+        collectives inside blocks; seconds to exchange weights and gradients once, and to update.
         """
         key = axes, self._balance.kinds(devices, places)[0], size, places > 1, count > 1, splits
         if key not in self._sums:
@@ -207,6 +245,7 @@ class UniformOptions:
                 again_s[least] - again_s[0],
                 inside_s[0],
                 x.exchange_s[0],
+                x.update_s[0],
             ]
             running = np.cumsum(np.pad(rows, ((0, 0), (1, 0))), axis=1)
             self._sums[key] = running, float(x.working_backward_bytes.min(axis=0).max())
@@ -216,7 +255,7 @@ class UniformOptions:
         """Returns float64 [P], bytes of the smallest device of every place, and of the largest."""
         key = devices, places
         if key not in self._rooms:
-            rooms = np.array([self._problem.room_bytes[device] for device in devices]).reshape(places, -1)
+            rooms = self._problem.room_bytes[array_of(devices)].reshape(places, -1)
             self._rooms[key] = rooms.min(axis=1), rooms.max(axis=1)
         return self._rooms[key]
 
@@ -239,7 +278,8 @@ class UniformOptions:
             # less than two thirds of a backward, may fill that time.
             first_s = np.where(chain.splits, 0.5, 1.0) * total_s
             paced_s = np.where(chain.alone & (chain.splits == 0), paced_s, counts[0] * total_s / places)
-            yield _Spread(sizes, counts, _padded([one.bounds for one in stages]), np.maximum(first_s, paced_s))
+            bounds, taken_s = _padded([one.bounds for one in stages], [one.taken_s for one in stages])
+            yield _Spread(sizes, counts, bounds, taken_s, np.maximum(first_s, paced_s))
 
     def _unlike(self, devices: tuple[int, ...], places: int, axes: Mesh, chain: Chains) -> Iterator[_Spread]:
         """Yields spreads for unlike devices, and for few replicas among which the batch does not divide."""
@@ -255,10 +295,14 @@ class UniformOptions:
         kinds, pace_s = balance.kinds(devices, places), balance.replicas_s(plain)
         for sizes, counts in unlike_shares(problem.batch, pace_s, problem.space, axes.sharding > 1):
             if all(balance.can_cut(axes.cut(size)) for size in set(sizes)):
-                cut = axes.cut(min(sizes))
-                bounds = _padded([balance.stages(kinds, cut, order).bounds for order in chain.orders])
-                taken_s = (self._least_s(devices, axes, sizes) * np.array(counts)).max() / places
-                yield _Spread(sizes, counts, bounds, np.full(len(chain.names), taken_s))
+                stages = [balance.stages(kinds, axes.cut(min(sizes)), order) for order in chain.orders]
+                bounds, taken_s = _padded([one.bounds for one in stages], [one.taken_s for one in stages])
+                if unlike:  # every replica at its own pace
+                    taken_s = np.full((1, 1), (pace_s / size * np.array(sizes) * np.array(counts)).max() / max(counts))
+                else:
+                    taken_s = taken_s * max(sizes) / min(sizes)
+                bound_s = (self._least_s(devices, axes, sizes) * np.array(counts)).max() / places
+                yield _Spread(sizes, counts, bounds, taken_s, np.full(len(chain.names), bound_s))
 
     def _least_s(self, devices: tuple[int, ...], axes: Mesh, sizes: tuple[int, ...]) -> Floats:
         """Returns float64 [D], seconds of a micro-batch of each replica, or [1], were its blocks where they are quickest."""
@@ -267,10 +311,13 @@ class UniformOptions:
         return np.array([np.min(least[size], axis=0).sum() for size in sizes])
 
 
-def _padded(bounds: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
-    """Returns bounds of unlike numbers of stages, int64 [G, S + 1]: further stages are empty."""
+def _padded(bounds: Sequence[tuple[int, ...]], taken_s: Sequence[tuple[float, ...]]) -> tuple[NDArray[np.int64], Floats]:
+    """Returns bounds of unlike numbers of stages, int64 [G, S + 1], and their times, [G, S]: further stages are empty."""
     most = max(map(len, bounds))
-    return np.array([[*own, *[own[-1]] * (most - len(own))] for own in bounds], dtype=np.int64)
+    return (
+        np.array([[*own, *[own[-1]] * (most - len(own))] for own in bounds], dtype=np.int64),
+        np.array([[*own, *[0.0] * (most - 1 - len(own))] for own in taken_s]),
+    )
 
 
 def _draft(shape: Shape, sizes: tuple[int, ...], counts: tuple[int, ...], balance: Balance) -> Draft:

@@ -19,12 +19,13 @@ from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search.by_kind import starts_by_kind
 from rlplace.strategy.search.cuts import balanced_bounds
 from rlplace.strategy.search.fit import fitted, steps
+from rlplace.strategy.search.listing import Listed, listed
 from rlplace.strategy.search.moves import Moves
 from rlplace.strategy.search.search import search
 from rlplace.strategy.search.shapes import divisions
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import OutOfBudgetError, SearchProblem, Tries
-from rlplace.strategy.search.uniform import Listed, Option, UniformOptions, listed
+from rlplace.strategy.search.uniform import Option, UniformOptions
 from tests.captured import captured
 from tests.strategy.brute_force import quicker, small_question
 from tests.strategy.random_costs import random_costs

@@ -21,12 +21,13 @@ from rlplace.strategy.costs import Cut
 from rlplace.strategy.drafts import Draft, kind_of
 from rlplace.strategy.search.by_kind import starts_by_kind
 from rlplace.strategy.search.fit import fitted, tuned
+from rlplace.strategy.search.listing import listed, try_rivals, try_uniform
 from rlplace.strategy.search.moves import Moves
 from rlplace.strategy.search.published import published_starts
 from rlplace.strategy.search.shapes import divisors
 from rlplace.strategy.search.stages import try_stages
 from rlplace.strategy.search.tries import OutOfBudgetError, Progress, SearchProblem, Tried, Tries
-from rlplace.strategy.search.uniform import UniformOptions, listed, try_rivals, try_uniform
+from rlplace.strategy.search.uniform import UniformOptions
 from rlplace.strategy.search.unlike import try_unlike
 
 STARTS = 4

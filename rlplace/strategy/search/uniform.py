@@ -9,9 +9,7 @@ asks for. Those that may fit come first, the lowest estimate before others; a bo
 from __future__ import annotations
 
 import dataclasses
-import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,30 +18,20 @@ from numpy.typing import NDArray
 
 from rlplace.plan.strategy import CONTEXT_METHODS
 from rlplace.strategy.costs import RECOMPUTE, Cut, Floats
-from rlplace.strategy.drafts import KINDS, Devices, Draft, Mesh, array_of, kind_named, plain_draft
+from rlplace.strategy.drafts import Devices, Draft, Mesh, array_of, kind_named, plain_draft
 from rlplace.strategy.executor.meshes import Border
 from rlplace.strategy.executor.rules import SLOWDOWN
 from rlplace.strategy.search.chains import Chains, all_in_flight, chains_on, runs
 from rlplace.strategy.search.cuts import Balance
-from rlplace.strategy.search.fit import fitted
 from rlplace.strategy.search.shapes import Shape, device_sets, divisions, equal_shares, unlike_shares
 from rlplace.strategy.search.space import Space
-from rlplace.strategy.search.tries import SearchProblem, Tried, Tries
+from rlplace.strategy.search.tries import SearchProblem
 
 MOST_UNEVEN = 8
 """Like replicas among which a batch that does not divide is shared all the same."""
 
-FEW = 32
-"""Devices of a cluster of which all sets are tried from the beginning."""
-
 MOST_BORDERS = 8
 """Borders of stages, the first ones and the last, of which the slowest is taken for all where steps are estimated."""
-
-TURN = 3
-"""Options by their estimates for each one by its family."""
-
-RIVALS = 4
-"""Drafts of every kind with one dimension that are evaluated before all others, so that a plan can name its rivals."""
 
 
 class Option(NamedTuple):
@@ -174,8 +162,8 @@ class UniformOptions:
     ) -> tuple[Floats, Floats]:
         """Returns `Option.expected_s` and `Option.short_bytes`, float64 [O] each.
 
-        A step is all micro-batches on the slowest place, what it waits for others in the beginning and the end, stage transfers,
-        the update, and what is exchanged: hidden behind the passes of a single stage, exposed in a pipeline.
+        A step is all micro-batches on the slowest place, what it waits for others at the beginning and the end, stage
+        transfers, the update, and what is exchanged: hidden behind the passes of a single stage, exposed in a pipeline.
         """
         size, count = max(spread.sizes), max(spread.counts)
         rows, working = zip(
@@ -347,86 +335,3 @@ def _runnable(problem: SearchProblem) -> Space:
             made = {method: plain_draft((0, len(problem.costs.names)), [mesh]) for method, mesh in ways.items()}
             closed["context_method"] = tuple(way for way, draft in made.items() if problem.why_not(draft) is None)
     return msgspec.structs.replace(problem.space, **closed)
-
-
-def try_rivals(tries: Tries, options: Sequence[Option]) -> Iterator[Tried | None]:
-    """Yields the first `RIVALS` of every kind with one dimension, as they fit; None for those that do not.
-
-    Raises:
-        OutOfBudgetError: The budget ended before.
-    """
-    rivals = dict.fromkeys(KINDS, 0)
-    for option in options:
-        if rivals.get(option.shape.kind, RIVALS) < RIVALS:
-            rivals[option.shape.kind] += 1
-            yield fitted(tries, option.draft(tries.problem.balance))
-
-
-def try_uniform(tries: Tries, options: Sequence[Option]) -> Iterator[Tried | None]:
-    """Yields uniform strategies as they fit, None for those that do not, if they may beat the best; raises likewise.
-
-    The lowest estimates come first, and every `TURN`-th time the first of the next family, a family being of one kind, tensor
-    and pipeline degree and micro-batch size.
-    """
-    families: dict[tuple[object, ...], Option] = {}
-    for option in options:
-        shape = option.shape
-        families.setdefault((shape.kind, shape.axes.tensor, shape.places, max(option.sizes)), option)
-    firsts, seen = list(families.values()), set[int]()
-    for number, option in enumerate(options):
-        for one in [option, *firsts[number // TURN :][: number % TURN == 0]]:
-            if id(one) not in seen:
-                seen.add(id(one))
-                if one.bound_s < tries.best_s:
-                    yield fitted(tries, one.draft(tries.problem.balance), tries.best_s)
-
-
-class Listed(NamedTuple):
-    """Uniform strategies in the order of `Option.key`.
-
-    Attributes:
-        first: Those that come first.
-        rivals: Those of kinds with one dimension.
-        complete: Whether all of both were listed.
-        rest: Lists the others.
-    """
-
-    first: list[Option]
-    rivals: list[Option]
-    complete: bool
-    rest: Callable[[], list[Option]]
-
-
-def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
-    """Lists uniform strategies.
-
-    In large clusters the first leave no device of a kind out unless they leave out all: the rest takes longer, mostly. On all
-    devices, what cuts no layer is always listed.
-
-    Args:
-        problem: The problem.
-        seconds: After these whatever is not yet listed is left to the rest.
-    """
-    cluster, options, ends_s = problem.cluster, UniformOptions(problem), time.monotonic() + seconds
-    sets = device_sets(problem)
-    whole, largest = {own for own, every in sets.items() if every or cluster.num_devices <= FEW}, next(iter(sets), None)
-    first: list[Option] = []
-    rivals: list[Option] = []
-    later: list[Division] = []
-    late = False
-    for division in options.divisions(sets):
-        chosen, rival = division.devices in whole, division.kind in KINDS
-        now = time.monotonic() < ends_s or (division.axes.cut(1) == Cut(1) and division.devices is largest)
-        if now and (chosen or rival):
-            found = list(options.of(division))
-            first += found if chosen else ()
-            rivals += found if rival else ()
-        else:
-            late |= chosen or rival
-        if not (now and chosen):
-            later.append(division)
-
-    def rest() -> list[Option]:
-        return sorted((option for division in later for option in options.of(division)), key=Option.key)
-
-    return Listed(sorted(first, key=Option.key), sorted(rivals, key=Option.key), not late, rest)

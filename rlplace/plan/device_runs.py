@@ -1,9 +1,10 @@
-"""Device numbers in files: long runs of consecutive numbers as texts, ``"0-1023"``."""
+"""Device numbers in files, and numbers by device: long runs of consecutive ones as texts, ``"0-1023"``, of equal ones too."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from rlplace.errors import InputError, show
@@ -13,6 +14,7 @@ SHORTEST = 32
 """Numbers from which on a run is written as a text."""
 
 _RUN = re.compile(r"(\d{1,6})-(\d{1,6})")
+_EQUAL = re.compile(r"(\d{1,6}) x (\d{1,18})")
 
 
 def shortened(devices: Sequence[int]) -> list[int | str]:
@@ -62,3 +64,38 @@ def without_runs(data: Any, where: str) -> Any:
         for number, stage in enumerate(data["stages"])
     ]
     return {**data, "stages": stages}
+
+
+def with_equal(data: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Returns data for a file, in the lists of these keys each long run of an equal number as a text, ``"1024 x 7"``."""
+    found = dict(data)
+    for key in found.keys() & set(keys):
+        runs = [(value, len(list(run))) for value, run in groupby(found[key])]
+        found[key] = [item for value, n in runs for item in ([f"{n} x {value}"] if n >= SHORTEST else [value] * n)]
+    return found
+
+
+def without_equal(data: Mapping[str, Any], keys: Sequence[str], where: str) -> dict[str, Any]:
+    """Returns data from a file, with the lists of these keys written out as `with_equal` took them.
+
+    Raises:
+        InputError: A text is no run of an equal number, or there are more numbers than a cluster has devices.
+    """
+    found = dict(data)
+    for key in found.keys() & set(keys):
+        if isinstance(found[key], list) and any(isinstance(item, str) for item in found[key]):
+            found[key] = _written_out(found[key], f"{where}.{key}")
+    return found
+
+
+def _written_out(values: Sequence[Any], where: str) -> list[Any]:
+    found: list[Any] = []
+    for item in values:
+        match = _EQUAL.fullmatch(item) if isinstance(item, str) else None
+        if isinstance(item, str) and match is None:
+            raise InputError(f'{where}: {show(item)} is not a run of an equal number such as "1024 x 7"')
+        count = 1 if match is None else int(match[1])
+        if len(found) + count > DEVICES:
+            raise InputError(f"{where}: more than {DEVICES} numbers")
+        found += [item] if match is None else [int(match[2])] * count
+    return found

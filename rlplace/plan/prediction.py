@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
+from rlplace.plan.device_runs import with_equal, without_equal
 from rlplace.records import Number, Record, Whole, build, plain
 from rlplace.text import bytes_text
 
@@ -18,6 +19,9 @@ Facts = Mapping[str, Any]
 _SIMULATED = (
     "step_time_s", "samples_per_s", "peak_memory_bytes", "fullest_share", "feasible", "executor", "compute", "transfer", "idle",
 )  # fmt: skip
+
+
+_BY_DEVICE = "peak_memory_bytes", "host_bytes", "held_back_bytes"
 
 
 class Prediction(Record, frozen=True):
@@ -88,7 +92,9 @@ class Prediction(Record, frozen=True):
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON data: `extra` beside the other keys; unknown values are left out, except figures of a simulation."""
         simulated = {} if self.executor is None else {name: getattr(self, name) for name in _SIMULATED}
-        data = plain(simulated) | plain(self)
+        data = with_equal(plain(simulated) | plain(self), _BY_DEVICE)
+        if self.op_level is not None:
+            data["op_level"] = with_equal(data["op_level"], _BY_DEVICE)
         extra = data.pop("extra", {})
         return {**data, **extra}
 
@@ -102,6 +108,9 @@ class Prediction(Record, frozen=True):
         if not isinstance(data, Mapping):
             return build(Prediction, data, where)
         known = {key: value for key, value in data.items() if key in Prediction.__struct_fields__ and key != "extra"}
+        known = without_equal(known, _BY_DEVICE, where)
+        if isinstance(known.get("op_level"), Mapping):
+            known["op_level"] = without_equal(known["op_level"], _BY_DEVICE, f"{where}.op_level")
         return build(Prediction, {**known, "extra": {key: value for key, value in data.items() if key not in known}}, where)
 
 

@@ -1,11 +1,15 @@
 """Device numbers of plans in files: runs come back as they were, and texts that are no runs are refused."""
 
+import json
+from itertools import groupby
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlplace.errors import InputError
 from rlplace.plan.device_runs import SHORTEST, lengthened, shortened
+from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Pipeline, Stage, Strategy
 
 
@@ -39,3 +43,18 @@ def test_other_texts_are_refused_with_their_place(text):
         lengthened([1, text], "stages[0].devices")
     with pytest.raises(InputError, match="names more than 131072 devices"):
         lengthened(["0-131071", 3], "devices")
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 2 * SHORTEST)), max_size=6), st.booleans())
+def test_figures_by_device_come_back_and_long_runs_of_equal_ones_are_short(runs, nested):
+    peaks = tuple(value for value, count in runs for _ in range(count))
+    plain = Prediction(peak_memory_bytes=peaks, host_bytes=peaks)
+    given = Prediction(op_level=plain) if nested else plain
+    data = given.to_dict()
+    assert Prediction.from_dict(json.loads(json.dumps(data))) == given
+    written = data["op_level"] if nested else data
+    equal = [len(list(run)) for _, run in groupby(peaks)]
+    assert len(written.get("peak_memory_bytes", [])) == sum(1 if count >= SHORTEST else count for count in equal)
+    for text, says in (("1x5", "is not a run of an equal number"), ("999999 x 5", "more than 131072 numbers")):
+        with pytest.raises(InputError, match=says):
+            Prediction.from_dict({"peak_memory_bytes": [1, text]})

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -135,11 +136,14 @@ def check_cluster(cluster: Cluster) -> None:
         raise InputError(f"cluster: {count} devices; a cluster has 1 to {DEVICES}")
     if len(cluster.kinds) != count or len(cluster.hosts) != count:
         raise InputError("cluster: kinds and hosts must be given for every device")
-    names = Counter(device.name for device in cluster.devices)
+    names = set(map(attrgetter("name"), cluster.devices))
     if len(names) < count or "" in names:
-        raise InputError(f"cluster: device {max(names, key=names.__getitem__)[:80]!r}: names must be unique and not empty")
-    pairs = zip(cluster.devices, cluster.kinds, strict=True)
-    alike = {(d.kind, d.memory_bytes, d.reserved_bytes, id(kind)): (d, kind) for d, kind in pairs}
+        often = Counter(device.name for device in cluster.devices).most_common(1)[0][0] if len(names) < count else ""
+        raise InputError(f"cluster: device {often[:80]!r}: names must be unique and not empty")
+    looks = map(attrgetter("kind", "memory_bytes", "reserved_bytes"), cluster.devices)
+    alike = dict(
+        zip(zip(looks, map(id, cluster.kinds), strict=True), zip(cluster.devices, cluster.kinds, strict=True), strict=True)
+    )
     for device, kind in alike.values():
         where = f"cluster: device {device.name[:80]!r}"
         if device.kind != kind.name:
@@ -259,7 +263,8 @@ def default_devices(kinds: Sequence[DeviceKind]) -> list[Device]:
         kind, prefix = alike[0], "cpu" if alike[0].host_processor else "gpu"
         memory, name = kind.memory_bytes, kind.name
         reserved = kind.reserved_bytes + (kind.communication_bytes if several and not kind.host_processor else 0)
-        devices += [Device(f"{prefix}{next(numbers[prefix])}", memory, reserved, name) for _ in alike]
+        names = map(prefix.__add__, map(str, itertools.islice(numbers[prefix], len(alike))))
+        devices += map(Device, names, itertools.repeat(memory), itertools.repeat(reserved), itertools.repeat(name))
     return devices
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlplace.cluster import Cluster
-from rlplace.cluster.collectives import collective_s, contention
+from rlplace.cluster.collectives import collective_s, contention, sent_at_once
 from rlplace.cluster.host_links import HostLinks
 from rlplace.cluster.interconnect import Host, build_topology, parse_network
 from rlplace.cluster.presets import KINDS
@@ -91,6 +91,19 @@ def test_groups_of_one_sort_take_equally_long_and_meet_as_all_do(text):
             first = groups[list(sorts).index(number)]
             assert alike == pytest.approx([collective_s(wires, "all_reduce", first, 1e8)] * len(alike))
         assert contention(wires, groups) == pytest.approx(contention(whole, groups))
+
+
+@pytest.mark.parametrize(("uplink", "lanes"), [("400g", 1), ("1600g", 4), ("3200g", 8)])
+def test_an_uplink_carries_what_all_groups_send_over_it(uplink, lanes):
+    """Rings over all hosts cross every border of pods once, each; pairs of pods as often as they have devices."""
+    links, card = Cluster.preset(f"h100:8x8,pod=4@{uplink}").links, 400e9 / 8 * 0.88
+    rails = [tuple(range(local, 64, 8)) for local in range(8)]
+    assert contention(links, rails) == pytest.approx(8 / lanes)
+    twice, once = (collective_s(links, "all_reduce", rails[0], size) for size in (2e9, 1e9))
+    assert twice - once == pytest.approx(2 * 7 / 8 * 1e9 / card, rel=1e-6)
+    pairs = np.arange(32)
+    assert sent_at_once(links, pairs, pairs + 32).s_per_byte == pytest.approx(32 / (lanes * card))
+    assert sent_at_once(links, pairs[:8], pairs[:8] + 8).s_per_byte == pytest.approx(1 / card)  # inside of a pod
 
 
 def test_quicker_links_of_hosts_are_quicker_links():

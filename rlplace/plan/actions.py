@@ -44,11 +44,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rlplace.errors import InputError, whole_number
 from rlplace.plan.schedule import LOOP, ONE, SCHEDULES, V, schedule_named, stages_a_device
 from rlplace.text import either
 
-FORWARD_ACTION, BACKWARD_ACTION, INPUT_ACTION, WEIGHT_ACTION = "F", "B", "I", "W"
+FORWARD_ACTION, BACKWARD_ACTION, INPUT_ACTION, WEIGHT_ACTION = KINDS = "FBIW"
+_KIND = {kind: number for number, kind in enumerate(KINDS)}
+
+Rows = NDArray[np.int32]
+"""Actions, int32 [., 3]: stage, index into `KINDS`, micro-batch."""
 
 
 class Action(NamedTuple):
@@ -80,6 +87,16 @@ def pipeline_actions(schedule: str, num_devices: int, stages_per_device: int, mi
     Raises:
         InputError: torch has no such schedule for this number of stages or micro-batches.
     """
+    return [listed(rows) for rows in pipeline_rows(schedule, num_devices, stages_per_device, microbatches)]
+
+
+def listed(rows: Rows) -> list[Action]:
+    """Returns the actions of an array."""
+    return [Action(stage, KINDS[kind], n) for stage, kind, n in rows.tolist()]
+
+
+def pipeline_rows(schedule: str, num_devices: int, stages_per_device: int, microbatches: int) -> list[Rows]:
+    """Returns `pipeline_actions` as an array for each device; takes and raises the same."""
     check_schedule(schedule, num_devices, stages_per_device, microbatches)
     return [_ACTIONS[schedule](device, num_devices, stages_per_device, microbatches) for device in range(num_devices)]
 
@@ -104,27 +121,38 @@ def check_schedule(schedule: str, num_devices: int, stages_per_device: int, micr
         _check_rounds(schedule, num_devices, microbatches)
 
 
-def _gpipe(device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
+def _passes(kind: str, own: Sequence[int], microbatches: int, size: int) -> Rows:
+    """Returns passes of rounds of so many micro-batches: each through one stage of a device after the other."""
+    rounds = np.arange(microbatches).reshape(-1, 1, size)
+    rows = np.empty((microbatches // size, len(own), size, 3), dtype=np.int32)
+    rows[..., 0], rows[..., 1], rows[..., 2] = np.array(own)[:, None], KINDS.index(kind), rounds
+    return rows.reshape(-1, 3)
+
+
+def _in_turn(forwards: Rows, backwards: Rows, weights: Rows, ahead: int, behind: int) -> Rows:
+    """Returns so many forwards ahead; then a forward and a backward in turn, and weights so many backwards behind theirs."""
+    first, each = np.maximum(np.arange(len(forwards)) - ahead, -1), np.arange(len(backwards))
+    turns = np.concatenate([3 * first, 3 * each + 1, 3 * (np.arange(len(weights)) + behind) + 2])
+    rows: Rows = np.concatenate([forwards, backwards, weights])[np.argsort(turns, kind="stable")]
+    return rows
+
+
+def _gpipe(device: int, devices: int, stages: int, microbatches: int) -> Rows:
     """Returns every forward, then every backward, both from the first micro-batch on."""
-    return [Action(device, kind, n) for kind in (FORWARD_ACTION, BACKWARD_ACTION) for n in range(microbatches)]
+    return np.concatenate([_passes(kind, [device], microbatches, microbatches) for kind in (FORWARD_ACTION, BACKWARD_ACTION)])
 
 
-def _one_forward_one_backward(device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
+def _one_forward_one_backward(device: int, devices: int, stages: int, microbatches: int) -> Rows:
     """Returns one forward ahead for each stage that follows; then a forward and a backward in turn."""
-    ahead = devices - 1 - device
-    actions = [Action(device, FORWARD_ACTION, n) for n in range(ahead)]
-    for n in range(microbatches):
-        if ahead + n < microbatches:
-            actions.append(Action(device, FORWARD_ACTION, ahead + n))
-        actions.append(Action(device, BACKWARD_ACTION, n))
-    return actions
+    forwards, backwards = (_passes(kind, [device], microbatches, microbatches) for kind in (FORWARD_ACTION, BACKWARD_ACTION))
+    return _in_turn(forwards, backwards, forwards[:0], devices - 1 - device, 0)
 
 
-def _looped_bfs(device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
+def _looped_bfs(device: int, devices: int, stages: int, microbatches: int) -> Rows:
     """Returns every forward, the device's first stage first, then every backward, in reverse."""
-    passes = [(stage, n) for stage in range(device, devices * stages, devices) for n in range(microbatches)]
-    forward = [Action(stage, FORWARD_ACTION, n) for stage, n in passes]
-    return forward + [Action(stage, BACKWARD_ACTION, n) for stage, n in reversed(passes)]
+    own = range(device, devices * stages, devices)
+    forwards, backwards = (_passes(kind, own, microbatches, microbatches) for kind in (FORWARD_ACTION, BACKWARD_ACTION))
+    return np.concatenate([forwards, backwards[::-1]])
 
 
 def _check_filled(schedule: str, stages: int, microbatches: int, other: str) -> None:
@@ -155,7 +183,7 @@ def _fits_rounds(devices: int, microbatches: int) -> bool:
     return microbatches % max(1, microbatches // devices) == 0
 
 
-def _in_rounds(schedule: str, device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
+def _in_rounds(schedule: str, device: int, devices: int, stages: int, microbatches: int) -> Rows:
     """Returns the actions of interleaved 1F1B, or of its zero-bubble form, which splits the backward.
 
     A round of micro-batches goes through the device's first stage, then its second and so on; then comes the next round.
@@ -165,28 +193,14 @@ def _in_rounds(schedule: str, device: int, devices: int, stages: int, microbatch
     """
     split = SCHEDULES[schedule].splits_backward
     size = microbatches // max(1, microbatches // devices)  # micro-batches a round
-    total = stages * microbatches
-    own = range(device, stages * devices, devices)
-
-    def passes(kind: str) -> list[Action]:
-        turns = own if kind == FORWARD_ACTION else own[::-1]
-        laps = range(0, microbatches, size)
-        return [Action(stage, kind, n) for lap in laps for stage in turns for n in range(lap, lap + size)]
-
-    forwards, backwards = passes(FORWARD_ACTION), passes(INPUT_ACTION if split else BACKWARD_ACTION)
-    weights = passes(WEIGHT_ACTION) if split else []
-    hops = devices - 1 - device
-    ahead = min((stages - 1) * size + (hops if split else 2 * hops), total)
-    actions = forwards[:ahead]
-    for n in range(total):
-        actions += forwards[ahead + n : ahead + n + 1]
-        actions.append(backwards[n])
-        if split and n >= device:
-            actions.append(weights[n - device])
-    return actions + weights[max(0, total - device) :]
+    own, hops = range(device, stages * devices, devices), devices - 1 - device
+    forwards = _passes(FORWARD_ACTION, own, microbatches, size)
+    backwards = _passes(INPUT_ACTION if split else BACKWARD_ACTION, own[::-1], microbatches, size)
+    weights = _passes(WEIGHT_ACTION, own[::-1], microbatches, size) if split else backwards[:0]
+    return _in_turn(forwards, backwards, weights, (stages - 1) * size + (hops if split else 2 * hops), device)
 
 
-def _zero_bubble_v(device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
+def _zero_bubble_v(device: int, devices: int, stages: int, microbatches: int) -> Rows:
     """Returns the actions of ZB-V: of the device's stage on the way down, and of the one on the way back up.
 
     The order is built for at least 2p - 1 micro-batches, which fill the pipeline; a smaller step leaves the others out.
@@ -223,10 +237,10 @@ def _zero_bubble_v(device: int, devices: int, stages: int, microbatches: int) ->
         run(up, "W")
     while done[down, "W"] < count:
         run(down, "W")
-    return [action for action in actions if action.microbatch < microbatches]
+    return _rows([action for action in actions if action.microbatch < microbatches])
 
 
-def _dual_pipe_v(device: int, devices: int, stages: int, microbatches: int) -> list[Action]:
+def _dual_pipe_v(device: int, devices: int, stages: int, microbatches: int) -> Rows:
     """Returns the actions of DualPipeV: the forward of one stage of the device alternates with the backward of its other stage.
 
     Torch runs such a pair as one action, which here is two in a row. Only the first and the last backwards are split.
@@ -265,12 +279,18 @@ def _dual_pipe_v(device: int, devices: int, stages: int, microbatches: int) -> l
     for _ in range(hops):
         actions.append(put_off.popleft())
         run(down, INPUT_ACTION)
-    return [*actions, *put_off]
+    return _rows([*actions, *put_off])
+
+
+def _rows(actions: Sequence[Action]) -> Rows:
+    """Returns actions as an array."""
+    stages, kinds, numbers = zip(*actions, strict=True)
+    return np.array([stages, [_KIND[kind] for kind in kinds], numbers], dtype=np.int32).T
 
 
 _IN_ROUNDS = ("interleaved_1f1b", "interleaved_zero_bubble")
 
-_ACTIONS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
+_ACTIONS: dict[str, Callable[[int, int, int, int], Rows]] = {
     "gpipe": _gpipe,
     "1f1b": _one_forward_one_backward,
     "looped_bfs": _looped_bfs,
@@ -295,8 +315,13 @@ def chain_actions(device_of_stage: Sequence[int], schedule: str, microbatches: i
     Raises:
         InputError: The schedule cannot run the chain on these devices, or that number of micro-batches; says what it can.
     """
+    return {device: listed(rows) for device, rows in chain_rows(device_of_stage, schedule, microbatches).items()}
+
+
+def chain_rows(device_of_stage: Sequence[int], schedule: str, microbatches: int) -> dict[int, Rows]:
+    """Returns `chain_actions` as an array for each device; takes and raises the same."""
     devices, laps = _laps(device_of_stage, schedule)
-    return dict(zip(devices, pipeline_actions(schedule, len(devices), laps, microbatches), strict=True))
+    return dict(zip(devices, pipeline_rows(schedule, len(devices), laps, microbatches), strict=True))
 
 
 def _laps(device_of_stage: Sequence[int], schedule: str) -> tuple[list[int], int]:

@@ -9,7 +9,7 @@ coordinate of it is a *replica*. docs/strategy.md has the whole vocabulary, docs
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
 from typing import Annotated, Any, Literal, get_args
 
@@ -121,7 +121,7 @@ class Pipeline(Record, frozen=True):
     @property
     def devices(self) -> tuple[int, ...]:
         """Devices of the pipeline in the order in which its stages name them."""
-        return tuple(dict.fromkeys(device for stage in self.stages for device in stage.devices))
+        return tuple(dict.fromkeys(chain.from_iterable(self.device_sets)))
 
     @property
     def device_sets(self) -> tuple[tuple[int, ...], ...]:
@@ -269,19 +269,22 @@ def _check_stage(stage: Stage, where: str) -> None:
 def _check_pipeline(pipeline: Pipeline, where: str) -> None:
     """Refuses stages that do not form one pipeline."""
     stages, degree = pipeline.stages, pipeline.data_degree
-    stage_of_device: dict[int, Stage] = {}
+    meshes, seen = dict[tuple[int, ...], Stage](), set[int]()
     for index, stage in enumerate(stages):
         if degree % stage.data_degree:
             raise InputError(
                 f"{where}: stages[{index}] has data degree {stage.data_degree}, which does not divide the largest, {degree}"
             )
-        for device in stage.devices:
-            first = stage_of_device.setdefault(device, stage)
-            if (first.devices, first.mesh, first.sharding) != (stage.devices, stage.mesh, stage.sharding):
-                raise InputError(
-                    f"{where}: stages[{index}] shares device {device} with another stage, but not its devices, mesh and "
-                    "sharding level; chunks on the same devices share all three"
-                )
+        first = meshes.setdefault(stage.devices, stage)
+        shared = None if (first.mesh, first.sharding) == (stage.mesh, stage.sharding) else stage.devices[0]
+        if first is stage and shared is None and not seen.isdisjoint(stage.devices):
+            shared = next(device for device in stage.devices if device in seen)
+        if shared is not None:
+            raise InputError(
+                f"{where}: stages[{index}] shares device {shared} with another stage, but not its devices, mesh and "
+                "sharding level; chunks on the same devices share all three"
+            )
+        seen.update(stage.devices if first is stage else ())
     for key, values in (("microbatch", pipeline.microbatch), ("microbatches", pipeline.microbatches)):
         if len(values) not in (1, degree):
             raise InputError(f"{where}: {key} has {len(values)} entries; give one, or one for each of {degree} replicas")

@@ -104,11 +104,12 @@ def test_starts_by_kind_have_places_of_one_kind() -> None:
 
 
 def test_a_listing_that_time_cuts_is_listed_later() -> None:
-    """Whole layers on all devices come first, at any rate; the rest of the same options follows."""
+    """Whole layers and the largest tensor groups on all devices come first, at any rate; the rest follows."""
     asked = question(1, "a100-80g:2+t4:2")
     whole, cut = listed(asked), listed(asked, seconds=0.0)
     assert whole.complete and not cut.complete
-    assert {option.shape.axes.tensor for option in cut.first} == {1}
+    assert {option.shape.axes.tensor for option in cut.first} == {1, 2}
+    assert {option.shape.axes.sequence_parallel for option in cut.first if option.shape.axes.tensor == 2} == {True}
     assert {len(option.shape.devices) for option in cut.first} == {4}
 
     def every(found: Listed) -> set[Option]:

@@ -32,7 +32,6 @@ ROW = 40
 PLACE = 17
 
 # Actions, int32 [., 3]: stage, kind, micro-batch.
-KINDS = "FBIW"
 DO_F, DO_B, DO_I, DO_W = range(4)
 
 # Stage transfers, float64 [2, S, WAY].

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.errors import InputError, show
-from rlplace.plan.actions import Action, chain_actions
+from rlplace.plan.actions import Action, Rows, chain_rows, listed
 from rlplace.strategy.costs import CONTEXT_GATHER, EXPERT_ALL_TO_ALL, STATISTICS, Floats
 from rlplace.strategy.drafts import Devices, Draft, Mesh, array_of
 
@@ -231,9 +231,15 @@ def stage_actions(draft: Draft, microbatches: int) -> list[list[Action]]:
     Raises:
         InputError: The schedule cannot run the chain.
     """
+    return list(map(listed, stage_rows(draft, microbatches)))
+
+
+def stage_rows(draft: Draft, microbatches: int) -> list[Rows]:
+    """Returns `stage_actions` as arrays; raises likewise."""
     if draft.stages == 1:
-        return [[Action(0, kind, n) for n in range(microbatches) for kind in "FB"]]
-    by_place = chain_actions(draft.place_of_stage, str(draft.schedule), microbatches)
+        each = np.arange(2 * microbatches, dtype=np.int32)
+        return [np.stack([0 * each, each % 2, each // 2], axis=1)]
+    by_place = chain_rows(draft.place_of_stage, str(draft.schedule), microbatches)
     return [by_place[place] for place in range(len(draft.places))]
 
 

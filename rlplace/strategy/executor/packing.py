@@ -28,15 +28,13 @@ from rlplace.strategy.executor.meshes import (
     room_bytes,
     share_degree,
     share_groups,
-    stage_actions,
+    stage_rows,
     turn_groups,
 )
 from rlplace.strategy.executor.traffic import ClusterTraffic, tie_exchanges, tie_part
 
 KEPT_BYTES, KEPT_FRAMES = 256 << 20, 5_000
 """Bytes of rows and actions, and number of frames, above which the caches are dropped."""
-
-_KIND = {kind: number for number, kind in enumerate(c.KINDS)}
 
 NO_TIES = PackedTies(
     np.zeros(0), np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 3))
@@ -270,9 +268,8 @@ class Packer:
         """Returns the actions of all places for each number of micro-batches, and the first of each."""
         key = draft.place_of_stage, draft.schedule, counts
         if key not in self._actions:
-            rows = [row for count in counts for row in stage_actions(draft, count)]
-            stages, kinds, numbers = zip(*[action for row in rows for action in row], strict=True)
-            flat = np.array([stages, [_KIND[kind] for kind in kinds], numbers], dtype=np.int32).T.copy()
+            rows = [row for count in counts for row in stage_rows(draft, count)]
+            flat = np.ascontiguousarray(np.concatenate(rows))
             self._actions[key] = flat, _starts(rows)
             self._action_bytes += flat.nbytes
         return self._actions[key]

@@ -76,7 +76,7 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
     """Lists uniform strategies.
 
     In large clusters the first leave no device of a kind out unless they leave out all: the rest takes longer, mostly. On all
-    devices, what cuts no layer is always listed.
+    devices, what cuts no layer is always listed, and what cuts layers over the largest tensor groups.
 
     Args:
         problem: The problem.
@@ -89,9 +89,11 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
     rivals: list[Option] = []
     later: list[Division] = []
     late = False
-    for division in options.divisions(sets):
+    divided = options.divisions(sets)
+    plain = {Cut(1), next((one.axes.cut(1) for one in divided if one.axes.tensor > 1), Cut(1))}
+    for division in divided:
         chosen, rival = division.devices in whole, division.kind in KINDS
-        now = time.monotonic() < ends_s or (division.axes.cut(1) == Cut(1) and division.devices is largest)
+        now = time.monotonic() < ends_s or (division.axes.cut(1) in plain and division.devices is largest)
         if now and (chosen or rival):
             found = list(options.of(division))
             first += found if chosen else ()

@@ -57,8 +57,8 @@ PATIENCE = 3
 LISTING_PART = 0.3
 """Part of the seconds after which no further uniform strategies are listed before the search."""
 
-LEAST_PART = 0.4
-"""Part of the seconds that is left at least when the rivals are evaluated."""
+RIVALS_PART = 0.4
+"""Spent part of the seconds after which no further rivals are evaluated, where something fits."""
 
 BEAM = 8
 """Drafts from which local search goes on."""
@@ -111,15 +111,17 @@ def search(
         InfeasibleError: None fits.
     """
     tries = Tries(problem, calls=calls, time_limit_s=time_limit_s, progress=progress)
-    tries.timed = False
     options = listed(problem, LISTING_PART * tries.budget.seconds)
     others, complete, all_kinds = try_uniform(tries, options.first), True, False
     uniform: list[Tried | None] = []
     try:
         uniform.extend(itertools.islice(others, FIRST_UNIFORM))
-        uniform.extend(try_rivals(tries, options.rivals))
-        all_kinds = options.complete
-        tries.end_by_time(LEAST_PART)
+        for tried in try_rivals(tries, options.rivals):
+            uniform.append(tried)
+            if tries.fitting() and tries.late(RIVALS_PART):
+                break
+        else:
+            all_kinds = options.complete
         first: list[Tried | None] = []
         by_kind = list(starts_by_kind(problem, BY_KIND_PART * tries.budget.seconds))  # which prices what others need, too
         until_part = tries.spent() + BY_KIND_PART

@@ -148,7 +148,6 @@ class Tries:
         budget: Calls and seconds.
         best: The best so far; None before the first.
         reasons: Why drafts were refused, with how many there were of each.
-        timed: Whether the clock may end the search.
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class Tries:
         time_limit_s: float | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.problem, self.budget, self.timed = problem, Budget(calls, time_limit_s), True
+        self.problem, self.budget = problem, Budget(calls, time_limit_s)
         self.best: Tried | None = None
         self.reasons: Counter[str] = Counter()
         self._progress = progress
@@ -179,13 +178,12 @@ class Tries:
         return self.budget.used
 
     def left(self) -> bool:
-        """Returns whether the budget allows another evaluation; the clock ends only what is `timed` and fits."""
-        return self.calls < self.budget.calls and (not self.timed or not self.fitting() or self.budget.left_s() > 0.0)
+        """Returns whether the budget allows another evaluation; the clock ends it only where something fits."""
+        return self.calls < self.budget.calls and (not self.fitting() or self.budget.left_s() > 0.0)
 
-    def end_by_time(self, least: float) -> None:
-        """Lets the clock end the search from now on where something fits, after this part of the seconds at least."""
-        self.timed = True
-        self.budget.start_clock(max(self.budget.left_s(), least * self.budget.seconds))
+    def late(self, part: float) -> bool:
+        """Returns whether so large a part of the seconds is over."""
+        return self.budget.left_s() < (1.0 - part) * self.budget.seconds
 
     def fitting(self) -> bool:
         """Returns whether something fits."""

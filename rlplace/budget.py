@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import time
 
+FIRST_CALLS = 24
+"""Calls in which planners that begin with the simplest plans mostly find one that fits."""
+
 
 class Budget:
     """Calls and seconds that a search may use; the clock starts with the object.
 
-    Until an answer is `secured`, `passed` allows a quarter of the seconds plus a quarter of a second more, at most one second:
-    a feasible plan a little late is worth more than an error in time.
+    Until an answer is `secured`, `passed` allows a quarter of a second more and `FIRST_CALLS`: a feasible plan a little late is
+    worth more than an error in time.
 
     Attributes:
         calls: Calls allowed; inf: no limit.
@@ -39,7 +42,8 @@ class Budget:
         """Returns whether the time is up."""
         if self.end_s == math.inf:
             return False
-        return time.monotonic() >= self.end_s + (0.0 if self.secured else min(1.0, 0.25 * self.seconds + 0.25))
+        late = self.secured or self.used >= FIRST_CALLS
+        return late and time.monotonic() >= self.end_s + (0.0 if self.secured else 0.25)
 
     def share(self) -> float:
         """Returns the share of the budget that is used, the larger of calls and seconds; 1 or more: nothing is left."""

@@ -119,7 +119,7 @@ OBJECTIVES = ("combined", "cut", "balance")
 def partitions(problem: Problem, devices: Sequence[int], objective: str) -> Iterator[Assignment]:
     """Yields the planner's partitions on given devices, or those of another objective with the same bands and imbalances."""
     if objective == "combined":
-        yield from family(problem, devices)
+        yield from (found for found in family(problem, devices) if found is not None)
         return
     starts = 0 if problem.num_groups > LARGE_GROUPS else 2
     for bands, eps in balances(problem.num_groups, len(devices)):

@@ -42,9 +42,12 @@ def best(problem: Problem, *, seed: int = 0, time_limit_s: float | None = None) 
 
     It is never worse than any of them. Without a time limit it is deterministic and does not depend on the seed.
     """
-    check_possible(problem)
     warm_up()
-    answer = best_answer(PlanEvaluator(problem, Budget(seconds=time_limit_s)))
+    budget = Budget(seconds=time_limit_s)
+    check_possible(problem)
+    if time_limit_s is not None:
+        assert problem.fingerprint  # which the plan needs: the time that it takes is none of the planners'
+    answer = best_answer(PlanEvaluator(problem, budget))
     return finish(problem, answer, planner="best", seed=seed)
 
 
@@ -172,11 +175,11 @@ class PlacementSearch:
     ) -> None:
         if calls is not None:
             whole_number(calls, f"{planner}: calls")
-        check_possible(problem)
         warm_up()
         self.budget = Budget(CALLS if calls is None and time_limit_s is None else calls, time_limit_s)
+        check_possible(problem)
         # The first candidate of the floor is simulated whatever the limit.
-        floor = PlanEvaluator(problem, Budget(seconds=None if time_limit_s is None else FLOOR_SHARE * time_limit_s))
+        floor = PlanEvaluator(problem, Budget(seconds=None if time_limit_s is None else FLOOR_SHARE * self.budget.left_s()))
         if start is None:
             answers = [answer for _, answer in floor_answers(floor)]
             self.starts = sorted(answers, key=lambda answer: answer.score.objective_s)

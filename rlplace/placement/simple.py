@@ -69,7 +69,7 @@ SLACKS = (1.0, 1.1, 1.3, 1e6)
 
 
 @one_shot_planner("balanced", repairs=6)
-def balanced(problem: Problem, seed: int) -> Iterator[Assignment]:
+def balanced(problem: Problem, seed: int) -> Iterator[Assignment | None]:
     """Yields contiguous splits: groups in topological order, cut into one segment for each device.
 
     Problem: minimise the largest segment time, with and without what is sent over cuts, within the devices' memory; this is

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlplace.errors import InputError
-from rlplace.placement.published.compiler import partition
+from rlplace.placement.published.compiler import Partitioner, fm, partition
 from rlplace.placement.published.compiler.nets import problem_nets
 from rlplace.problem.build import TensorSpec, build_problem
 from rlplace.problem.generate import random_problem
@@ -47,6 +47,17 @@ def test_small_partitions_are_optimal(seed):
         assert found.cut_s == pytest.approx(min(cuts), rel=1e-9, abs=1e-12)
     else:
         assert found.imbalance > eps
+
+
+@pytest.mark.parametrize("groups", [900, 2500])
+def test_two_passes_end_the_excess_of_everything_on_one_device(groups):
+    """Small graphs take the best move of all, large ones one cell after another; loads and bytes are added up here again."""
+    problem = random_problem(0, groups, 4, memory_factor=1.6)
+    partitioner, part = Partitioner(problem, list(range(4)), 0.1, 1), np.zeros(groups, dtype=np.int32)
+    for _ in range(2):
+        assert fm.refine(part, False, groups, partitioner.level, partitioner.machine)
+    assert (loads(problem, part) <= partitioner.limit[:, 0] * (1 + 1e-8)).all()
+    assert (np.bincount(part, partitioner.level.footprint_bytes, 4) <= problem.memory_limit_bytes).all()
 
 
 def two_cliques(size):

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import fields
+from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,8 @@ from rlplace.errors import InfeasibleError, InputError
 from rlplace.placement import NEEDS_SPLIT, OF_STRATEGIES, ONE_SHOT, PLANNERS, get_planner, run_planner
 from rlplace.placement import search as best
 from rlplace.placement.common.evaluate import PlanEvaluator, Score, ScoredAssignment
+from rlplace.placement.common.floor import best_of
+from rlplace.placement.published.compiler import compiler, fm
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.generate import random_problem
 from rlplace.simulator import simulate
@@ -154,9 +157,28 @@ def test_the_dearest_planner_does_not_begin_late_where_a_plan_is_known(monkeypat
     assert known == [10.0 - n if fits and n > limit_s / 4 else np.inf for n in range(len(names))]
 
 
-def test_no_time_still_gives_a_feasible_plan():
-    problem = random_problem(2, 60, 3, memory_factor=1.5)
+@pytest.mark.parametrize(("groups", "devices", "unlike", "factor"), [(60, 3, False, 1.5), (700, 12, True, 1.05)])
+def test_no_time_still_gives_a_feasible_plan(groups, devices, unlike, factor):
+    problem = random_problem(2, groups, devices, unlike=unlike, memory_factor=factor)
     assert get_planner("best")(problem, time_limit_s=0.0).predicted.feasible
+
+
+def test_a_partition_ends_in_the_middle_when_the_time_is_up(monkeypatch):
+    """Every pass of refinement takes a second; the last may be half a second late."""
+    problem, now_s, whole = random_problem(1, 1200, 4), [0.0], fm.refine
+    monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    def slow(*arguments):
+        now_s[0] += 1.0
+        return whole(*arguments)
+
+    monkeypatch.setattr(fm, "refine", slow)
+    evaluator = PlanEvaluator(problem, Budget(seconds=5.6))
+    evaluator.answer(np.zeros(problem.num_groups, dtype=np.int32))  # there is an answer, so that none is worth being late
+    assert best_of(evaluator, compiler.candidates(problem, 0)) is None
+    assert now_s == [6.0] and evaluator.budget.used == 1
+    evaluator.budget.start_clock(1e6)
+    assert best_of(evaluator, islice(compiler.candidates(problem, 0), 100)).score.feasible and now_s[0] > 12.0
 
 
 def test_name_table():

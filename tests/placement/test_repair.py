@@ -12,9 +12,11 @@ from rlplace.budget import Budget
 from rlplace.compiled import entry
 from rlplace.envs.instance import infeasible_reward, log_ratio, score
 from rlplace.placement import ONE_SHOT, get_planner
+from rlplace.placement.common import floor, kernels
 from rlplace.placement.common.bounds import lower_bounds
 from rlplace.placement.common.evaluate import PlanEvaluator, Score, objective_s
-from rlplace.placement.common.floor import best_of
+from rlplace.placement.common.floor import best_of, device_subsets
+from rlplace.placement.common.groupgraph import group_graph, traffic
 from rlplace.placement.common.repair import legalize, repair, repair_answer
 from rlplace.problem import problem_from_dict, problem_to_dict
 from rlplace.problem.build import TensorSpec, build_problem
@@ -72,6 +74,14 @@ def test_candidates_end_before_one_that_would_be_late(monkeypatch, limit_s, made
     assert len(yielded) == made
 
 
+def test_large_problems_leave_out_devices_that_cannot_hold_the_model(monkeypatch):
+    problem = random_problem(0, 40, 6, memory_factor=1.5)
+    assert [len(subset) for subset in device_subsets(problem)] == [1, 2, 3, 4, 5, 6]
+    monkeypatch.setattr(floor, "LARGE_OPS", 0)
+    held = [problem.memory_limit_bytes[subset].sum() for subset in device_subsets(problem)]
+    assert 0 < len(held) < 6 and min(held) >= problem.resident_bytes.sum()
+
+
 def test_repair_leaves_feasible_assignments_alone():
     problem = random_problem(0, 20, 3)
     start = np.arange(20, dtype=np.int32) % 3
@@ -113,6 +123,51 @@ def test_one_call_or_no_time_look_at_the_start_alone():
         evaluator.budget.secured = True  # no time beyond the limit
         answer = repair_answer(evaluator, start, max_calls=max_calls)
         assert evaluator.budget.used == 1 and answer.devices.tolist() == start.tolist() and not answer.score.feasible
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_groups_leave_a_full_device_by_least_added_time_per_byte(seed):
+    """Held to the rule, followed group by group in plain Python."""
+    problem = random_problem(seed, 60, 4, unlike=seed % 2 == 1, null_fraction=0.1)
+    graph, t = group_graph(problem), traffic(problem)
+    devices = legalize(problem, np.random.default_rng(seed).integers(0, 2, 60))
+    latency, inverse = t.latency, t.inverse
+    load, room = np.bincount(devices, graph.time_s[np.arange(60), devices], 4), np.full(4, 0.2 * graph.footprint_bytes.sum())
+    need = 0.6 * graph.footprint_bytes[devices == 0].sum()
+    made = kernels.Loads(devices.copy(), load.copy(), room.copy())
+    moved = kernels.shed(0, need, made, graph.footprint_bytes, graph.time_s, t)
+
+    def sent_s(group, where):
+        ends = [(e, s, d) for e, (s, d) in enumerate(zip(graph.source, graph.target, strict=True)) if group in (s, d)]
+        at = {group: where}
+        pairs = [(e, at.get(s, devices[s]), at.get(d, devices[d])) for e, s, d in ends]
+        return sum(graph.edge_count[e] * latency[a, b] + graph.edge_bytes[e] * inverse[a, b] for e, a, b in pairs if a != b)
+
+    for _ in range(moved):
+        prices = {}
+        for group in np.flatnonzero((devices == 0) & (graph.footprint_bytes > 0)):
+            size = graph.footprint_bytes[group]
+            for d in range(1, 4):
+                if np.isfinite(graph.time_s[group, d]) and room[d] >= size:
+                    added = sent_s(group, d) - sent_s(group, 0) + graph.time_s[group, d] - graph.time_s[group, 0]
+                    added += max(0.0, load[d] + graph.time_s[group, d] - load.max())
+                    prices.setdefault(added / min(size, need) if added > 0 else added * min(size, need), (group, d))
+        group, d = prices[min(prices)]
+        devices[group], need = d, need - graph.footprint_bytes[group]
+        load += np.eye(4)[d] * graph.time_s[group, d] - np.eye(4)[0] * graph.time_s[group, 0]
+        room += (np.eye(4)[0] - np.eye(4)[d]) * graph.footprint_bytes[group]
+    assert moved > 8 and made.devices.tolist() == devices.tolist()
+    assert made.seconds == pytest.approx(load) and made.room == pytest.approx(room)
+
+
+def test_what_is_far_from_fitting_is_given_up_before_exact_tries():
+    """100 groups of 10 bytes, 90 places for them: no estimate helps, and 20 exact tries would not."""
+    problem = build_problem(
+        "far", time_s=[[1.0, 1.0]] * 1000, tensors=[], memory_bytes=[4600, 4600], resident_bytes=[10] * 1000
+    )
+    evaluator = PlanEvaluator(problem)
+    assert not repair_answer(evaluator, np.arange(1000, dtype=np.int32) % 2).score.feasible
+    assert evaluator.budget.used <= 3
 
 
 def test_legalize_respects_null_times_and_fixed_devices():

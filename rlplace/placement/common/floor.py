@@ -69,9 +69,15 @@ def device_order(problem: Problem) -> list[int]:
 
 
 def device_subsets(problem: Problem, *, least: int = 1) -> list[list[int]]:
-    """Returns prefixes of `device_order` by increasing length, at most `MAX_COUNTS` of them, the full set always included."""
+    """Returns prefixes of `device_order` by increasing length, at most `MAX_COUNTS` of them, the full set always included.
+
+    Of large problems those are left out that cannot hold the resident bytes: their plans would have to be made anew by repair.
+    """
     order = device_order(problem)
     most = MAX_COUNTS if problem.num_ops <= LARGE_OPS else MAX_COUNTS_LARGE
+    if problem.num_ops > LARGE_OPS:
+        enough = np.flatnonzero(np.cumsum(problem.memory_limit_bytes[order]) >= problem.resident_bytes.sum())
+        least = max(least, int(enough[0]) + 1) if len(enough) else len(order)
     sizes = list(range(least, len(order) + 1))
     if len(order) > most:
         sizes = np.unique(np.round(np.geomspace(max(least, 1), len(order), most)).astype(int)).tolist()
@@ -112,14 +118,15 @@ REPAIRS = 3
 
 
 def best_of(
-    evaluator: PlanEvaluator, candidates: Iterable[Assignment], *, repairs: int = REPAIRS, known_s: float = math.inf
+    evaluator: PlanEvaluator, candidates: Iterable[Assignment | None], *, repairs: int = REPAIRS, known_s: float = math.inf
 ) -> ScoredAssignment | None:
     """Simulates candidates, repairs the most promising infeasible ones and returns the best answer.
 
     Args:
-        evaluator: When its time is up, or when another candidate would take twice what is left, the candidates known by then
-            are ranked; at least one is always simulated.
-        candidates: Assignments; groups on devices that are not allowed are moved first.
+        evaluator: When its time is up, or when as much work again as the last would take twice what is left, the candidates
+            known by then are ranked.
+        candidates: Assignments; groups on devices that are not allowed are moved first. None: a piece of work is done, which is
+            a moment to look at the clock.
         repairs: Number of infeasible candidates to repair.
         known_s: Step time of a feasible plan that is known; what is slower is not repaired.
 
@@ -131,8 +138,8 @@ def best_of(
     seen: set[bytes] = set()
     left_s = budget.left_s()
     for devices in candidates:
-        legal = legalize(evaluator.problem, devices)
-        if legal.tobytes() not in seen:
+        legal = None if devices is None else legalize(evaluator.problem, devices)
+        if legal is not None and legal.tobytes() not in seen:
             seen.add(legal.tobytes())
             answers.append(evaluator.answer(legal))
         before_s, left_s = left_s, budget.left_s()
@@ -171,25 +178,30 @@ class OneShotPlanner:
     """A planner that only builds candidates; called like any planner.
 
     Attributes:
-        candidates: Yields assignments of a problem, from a seed and the planner's options.
+        candidates: Yields assignments of a problem, or None after a piece of work, from a seed and the planner's options.
         repairs: Number of infeasible candidates that are repaired.
     """
 
     __name__: str
 
-    def __init__(self, candidates: Callable[..., Iterable[Assignment]], name: str, repairs: int) -> None:
+    def __init__(self, candidates: Callable[..., Iterable[Assignment | None]], name: str, repairs: int) -> None:
         self.candidates, self.repairs = candidates, repairs
         described(self, name, candidates.__doc__, list(inspect.signature(candidates).parameters.values())[2:])
 
     def __call__(self, problem: Problem, *, seed: int = 0, time_limit_s: float | None = None, **options: Any) -> PlacementPlan:
+        budget = Budget(seconds=time_limit_s)
         check_possible(problem)
-        evaluator = PlanEvaluator(problem, Budget(seconds=time_limit_s))
+        evaluator = PlanEvaluator(problem, budget)
         answer = best_of(evaluator, self.candidates(problem, seed, **options), repairs=self.repairs)
         return finish(problem, answer, planner=self.__name__, seed=seed)
 
 
-def one_shot_planner(name: str, *, repairs: int = REPAIRS) -> Callable[[Callable[..., Iterable[Assignment]]], OneShotPlanner]:
-    """Decorates a function of a problem, a seed and options that yields assignments: it becomes a planner."""
+def one_shot_planner(
+    name: str, *, repairs: int = REPAIRS
+) -> Callable[[Callable[..., Iterable[Assignment | None]]], OneShotPlanner]:
+    """Decorates a function of a problem, a seed and options that yields assignments, or None after a piece of work: it becomes
+    a planner.
+    """
     return partial(OneShotPlanner, name=name, repairs=repairs)
 
 

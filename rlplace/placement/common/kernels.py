@@ -91,13 +91,13 @@ def shed(device, need, loads, footprint, time_s, t):
     for s in range(total):
         for d in range(num_devices):
             rows[s, d] = _communication(members[s], d, devices, t)
-    moved, since, prices = 0, num_groups, [(0.0, np.int64(0))][1:]
+    moved, since, highest, prices = 0, num_groups, -np.inf, [(0.0, np.int64(0))][1:]
     while need > 0:
         busiest = -np.inf
         for d in range(num_devices):
             busiest = max(busiest, load[d])
-        if since >= total // AFRESH:
-            since = 0
+        if busiest > highest and since >= total // AFRESH:  # prices fall only where the busiest device gets more to do
+            since, highest = 0, busiest
             prices.clear()
             for s in range(total):
                 if members[s] >= 0:
@@ -129,8 +129,7 @@ def shed(device, need, loads, footprint, time_s, t):
         room[device] += footprint[g]
         room[best_device] -= footprint[g]
         need -= footprint[g]
-        moved += 1
-        since += 1
+        moved, since = moved + 1, since + 1
         for k in range(t.ptr[g], t.ptr[g + 1]):
             n = np.int64(t.neighbor[k])
             if slot[n] >= 0:

@@ -27,8 +27,8 @@ MAX_CALLS = 400
 _TRIES = 24
 """Single moves tried by simulation before swaps are, and swaps tried after them."""
 
-_SAMPLE, _FASTER = 8, 4.0
-"""Exact tries after which a repair ends that would need more calls than it has left even if it became so much faster."""
+_FEW = 64
+"""Groups of mean size that may be missing where exact tries begin: each of them moves one or exchanges two."""
 
 
 def legalize(problem: Problem, device_of_group: NDArray[Any]) -> Assignment:
@@ -84,15 +84,15 @@ def repair_answer(evaluator: PlanEvaluator, devices: Assignment, *, max_calls: i
         return next((answer for answer in answers if answer.score.objective_s < current.score.objective_s), None)
 
     current = evaluator.answer(devices)
-    exact, tried, eased = 0, 0, 0.0  # exact tries that helped, the calls that they took, and the overflow that they took away
+    size = group_graph(problem).footprint_bytes
     while not current.score.feasible and current.score.step_time_s != np.inf and not spent():
-        before, calls = current.score.overflow, budget.used
         found = better(_sheds(problem, current))
         if found is None:  # estimates failed here: go on with exact tries, then trust them again from the new assignment
+            over = np.maximum(current.peaks - problem.capacity_bytes, 0.0)
+            if over.sum() > _FEW * size.mean():
+                break
             found = better(takewhile(lambda _: not spent(), _neighbors(problem, current)))
-            exact, tried = exact + 1, tried + budget.used - calls
-            eased += 0.0 if found is None else before - found.score.overflow
-        if found is None or (exact >= _SAMPLE and _FASTER * eased * (last_call - budget.used) < found.score.overflow * tried):
+        if found is None:
             break
         current = found
     return current

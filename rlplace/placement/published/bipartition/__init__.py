@@ -52,8 +52,9 @@ MAX_ORDERS = 2
 """Orders of the classes of unlike devices that are tried."""
 
 
-def straight_pipelines(problem: Problem, slacks: Sequence[float] = (1.0,)) -> Iterator[Assignment]:
-    """Yields layer-wise cuts for every number of devices and order, of unlike devices also in other orders of their classes.
+def straight_pipelines(problem: Problem, slacks: Sequence[float] = (1.0,)) -> Iterator[Assignment | None]:
+    """Yields layer-wise cuts for every number of devices and order, of unlike devices also in other orders of their classes;
+    None after a piece of the work.
 
     Where memory limits leave no cuts, only resident bytes count, and then nothing: the repair has to do the rest.
 
@@ -64,6 +65,7 @@ def straight_pipelines(problem: Problem, slacks: Sequence[float] = (1.0,)) -> It
     for subset in reversed(device_subsets(problem)):
         for devices, order in product(_class_orders(problem, subset), layer_orders(problem)):
             layers = make_layers(problem, order, devices, max_layers=MAX_LAYERS)
+            yield None
             for sends in (True, False):
                 for chain, workers in _relaxed(layers.chain, make_pipeline(problem, devices), sends):
                     bound = bottleneck_s(chain, workers, 0)
@@ -127,7 +129,7 @@ def bipartition(problem: Problem, *, seed: int = 0, time_limit_s: float | None =
 
 
 @one_shot_planner("bipartition")
-def _pipelines(problem: Problem, seed: int, *, gap: int) -> Iterator[Assignment]:
+def _pipelines(problem: Problem, seed: int, *, gap: int) -> Iterator[Assignment | None]:
     del seed
     gaps = sorted({gap, *(smaller for smaller in GAPS if smaller < gap)})
     subsets = device_subsets(problem)

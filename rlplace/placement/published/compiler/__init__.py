@@ -19,8 +19,9 @@ The assistants decide while a step runs: no plan holds what they do and no engin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,8 @@ from rlplace.placement.common.groupgraph import finite_links, finite_mean, group
 from rlplace.placement.published.compiler import fm, seeds
 from rlplace.placement.published.compiler.nets import Level, Nets, contract_nets, make_level, match, problem_nets
 from rlplace.problem import Problem
+
+Result = TypeVar("Result")
 
 PASSES = 10
 """Refinement passes at each level, at most."""
@@ -104,6 +107,20 @@ def warm_up(problem: Problem) -> None:
     match(bands.level, np.zeros(size, dtype=np.int32), np.arange(size), bands.link, np.inf)
 
 
+Work = Generator[None, None, NDArray[np.int32]]
+"""Work on a partition: yields after every piece, so that a planner can look at the clock, and returns int32 [G]."""
+
+
+def finished(work: Generator[None, None, Result]) -> Result:
+    """Does the rest of some work and returns its result."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+
 class Partitioner:
     """One call of `partition`: the graph on a row of devices, and the limits of its cells and devices."""
 
@@ -133,7 +150,14 @@ class Partitioner:
 
     def best(self, rng: np.random.Generator) -> Partition:
         """Returns the best of the improved starts."""
-        return self.partition_of(min((self.improve(start, rng) for start in self.starts(rng)), key=self.score))
+        return finished(self.work(rng))
+
+    def work(self, rng: np.random.Generator) -> Generator[None, None, Partition]:
+        """Yields after every piece of work, and returns the best of the improved starts."""
+        parts = []
+        for start in self.starts(rng):
+            parts.append((yield from self.improve(start, rng)))
+        return self.partition_of(min(parts, key=self.score))
 
     def partition_of(self, part: NDArray[np.int32]) -> Partition:
         """Returns a part of the row for every group as a partition."""
@@ -164,10 +188,10 @@ class Partitioner:
         part[barred] = time_s[barred].argmin(axis=1)
         return part
 
-    def improve(self, part: NDArray[np.int32], rng: np.random.Generator) -> NDArray[np.int32]:
+    def improve(self, part: NDArray[np.int32], rng: np.random.Generator) -> Work:
         """Rounds of fusing vertices of one device step by step, and refining on the way back."""
         part = part.copy()
-        self._refine(self.level, part)
+        yield from self._refine(self.level, part)
         for _ in range(ROUNDS if self.grown else 1):
             before = self.score(part)
             levels, clusters = self._fuse(part, rng)
@@ -175,7 +199,7 @@ class Partitioner:
             for level, cluster in zip(levels[1:], clusters, strict=True):
                 parts.append(np.zeros(len(level.band), dtype=np.int32))
                 parts[-1][cluster] = parts[-2]
-            part = self._unfold(parts[-1], levels, clusters)
+            part = yield from self._unfold(parts[-1], levels, clusters)
             if not self.score(part) < before:
                 break
         return part
@@ -190,9 +214,9 @@ class Partitioner:
         for _ in range(GROWTHS):
             order = rng.permutation(len(coarsest.band)).astype(np.int32)
             part = self.legal(seeds.streamed(coarsest, order, self.limit, self.room, self.link), coarsest)
-            self._refine(coarsest, part)
+            finished(self._refine(coarsest, part))
             grown.append((self.score(part, coarsest), len(grown), part))
-        return self._unfold(min(grown)[2], levels, clusters)
+        return finished(self._unfold(min(grown)[2], levels, clusters))
 
     def _fuse(self, part: NDArray[np.int32] | None, rng: np.random.Generator) -> tuple[list[Level], list[NDArray[np.int32]]]:
         """Levels from fine to coarse, and the cluster of each vertex of all but the last; with `part` only within its parts."""
@@ -213,21 +237,22 @@ class Partitioner:
             clusters.append(cluster)
         return levels, clusters
 
-    def _unfold(self, part: NDArray[np.int32], levels: list[Level], clusters: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+    def _unfold(self, part: NDArray[np.int32], levels: list[Level], clusters: list[NDArray[np.int32]]) -> Work:
         """Refines from the coarsest level to the finest."""
-        self._refine(levels[-1], part)
+        yield from self._refine(levels[-1], part)
         for level, cluster in zip(levels[-2::-1], clusters[::-1], strict=True):
             part = part[cluster]
-            self._refine(level, part)
+            yield from self._refine(level, part)
         return part
 
-    def _refine(self, level: Level, part: NDArray[np.int32]) -> None:
-        """Passes until neither moves nor swaps improve."""
+    def _refine(self, level: Level, part: NDArray[np.int32]) -> Generator[None, None, None]:
+        """Makes passes until neither moves nor swaps improve, and yields after each."""
         stale = 0
         for index in range(PASSES):
             loose = index % 2 == 1
             better = fm.refine(part, loose, max(50, len(part) // 4), level, self.machine)
             stale = 0 if better else stale + 1
+            yield
             if stale == 2:
                 return
 
@@ -255,7 +280,7 @@ MOST_SUBSETS = 4
 
 
 @one_shot_planner("compiler")
-def compiler(problem: Problem, seed: int) -> Iterator[Assignment]:
+def compiler(problem: Problem, seed: int) -> Iterator[Assignment | None]:
     """Yields partitions for several numbers of devices, bands and allowed imbalances."""
     subsets = list(reversed(device_subsets(problem)))
     if problem.num_groups > LARGE_GROUPS or len(subsets) > MOST_SUBSETS:
@@ -266,11 +291,17 @@ def compiler(problem: Problem, seed: int) -> Iterator[Assignment]:
         yield from family(problem, subset, seed=seed)
 
 
-def family(problem: Problem, devices: Sequence[int], *, seed: int = 0) -> Iterator[Assignment]:
-    """Partitions on given devices that differ in bands and allowed imbalance; takes the arguments of `partition`."""
+def family(problem: Problem, devices: Sequence[int], *, seed: int = 0) -> Iterator[Assignment | None]:
+    """Yields partitions on given devices that differ in bands and allowed imbalance, and None after pieces of the work.
+
+    Takes the arguments of `partition`.
+    """
     starts = 0 if problem.num_groups > LARGE_GROUPS else 2
     for bands, eps in balances(problem.num_groups, len(devices)):
-        yield partition(problem, devices, eps=eps, bands=bands, seed=seed, starts=starts).device_of_group
+        partitioner = Partitioner(problem, list(devices), eps, bands, grown=starts)
+        yield None
+        found = yield from partitioner.work(np.random.default_rng(seed))
+        yield found.device_of_group
         if len(devices) == 1:
             return
 

@@ -246,7 +246,7 @@ def refine(part, loose, patience, g, m):
     ranked_at = np.full(devices * bands, -(vertices + 1))  # moves made when they were ranked
     passed, lag = [(0.0, np.int64(0))][1:], vertices // AFRESH
     above, is_above = [np.int64(0)][1:], np.zeros(devices * bands, dtype=np.bool_)  # cells above their limits
-    place, looks_again = 0, 0  # the cell that gave the last move; vertices looked at again
+    stuck, returned, looks_again = [np.int64(0)][1:], 0, 0  # those that no move helps; moves when they were last tried
     for cell in range(devices * bands):
         if _above(cell // bands, cell % bands, load, used, limit, room):
             is_above[cell] = True
@@ -262,17 +262,20 @@ def refine(part, loose, patience, g, m):
                     ranked.append([(0.0, np.int64(0))][1:])
                 cell_ptr = np.cumsum(np.bincount(cell_of + 1, minlength=devices * bands + 1))
                 cell_vertices = np.argsort(cell_of, kind="mergesort")
-            seen_cells, place = 0, place if place < len(above) else 0
-            while seen_cells < len(above) and (lag == 0 or vertex < 0):
-                cell = above[place]
+            seen_cells = 0
+            while vertex < 0 or lag == 0:
+                if seen_cells == len(above):
+                    if len(stuck) == 0 or moves - returned <= lag:
+                        break
+                    above, stuck, returned = stuck, above, moves
+                index = seen_cells if lag == 0 else len(above) - 1
+                cell = above[index]
                 here, w, heap = cell // bands, cell % bands, ranked[cell]
                 if not _above(here, w, load, used, limit, room):
                     is_above[cell] = False
                     last = above.pop()
-                    if place < len(above):
-                        above[place] = last
-                    else:
-                        place = 0
+                    if index < len(above):
+                        above[index] = last
                     continue
                 passed.clear()
                 if lag == 0:
@@ -298,8 +301,10 @@ def refine(part, loose, patience, g, m):
                         if not locked[v]:
                             heap.append((-_highest(v, here, gain, time_s), np.int64(v)))
                     heapify(heap)
-                elif lag == 0 or vertex < 0:
-                    seen_cells, place = seen_cells + 1, (place + 1) % len(above)
+                elif lag == 0:
+                    seen_cells += 1
+                elif vertex < 0:
+                    stuck.append(above.pop())
         else:
             for b in range(devices):
                 while top[b] >= 0 and head[b, top[b]] < 0:

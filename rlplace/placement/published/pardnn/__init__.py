@@ -42,7 +42,7 @@ REPAIRED = 8
 
 
 @one_shot_planner("pardnn", repairs=REPAIRED)
-def pardnn(problem: Problem, seed: int) -> Iterator[Assignment]:
+def pardnn(problem: Problem, seed: int) -> Iterator[Assignment | None]:
     """Yields mappings for every number of devices: of ops that vote at the end (the paper's), of ops bound to their group
     before mapping, and of whole groups; each with every share.
     """
@@ -52,6 +52,7 @@ def pardnn(problem: Problem, seed: int) -> Iterator[Assignment]:
     for subset in reversed(device_subsets(problem, least=min(2, problem.num_devices))):
         graph = op_graph(problem, subset)
         folded = folded_graph(problem, subset) if problem.num_groups < problem.num_ops else None
+        yield None
         for room in (None, problem.memory_limit_bytes[subset]) if limited else (None,):
             clusters = slice_graph(graph, room_bytes=room)
             ways = [(graph, clusters)]
@@ -60,6 +61,7 @@ def pardnn(problem: Problem, seed: int) -> Iterator[Assignment]:
                 ways.append((graph, bound))
             if folded is not None:
                 ways.append((folded, slice_graph(folded, room_bytes=room)))
+            yield None
             for share in shares:
                 for view, cut in ways:
                     yield place_clusters(problem, view, cut, work_share=share, room_bytes=room)

@@ -84,6 +84,18 @@ def test_bounds_of_uniform_strategies_hold(text: str) -> None:
     assert checked > 50
 
 
+@pytest.mark.parametrize("text", ["h100:16x2", "h100:16x2,region=8@20g@1ms"])
+def test_estimates_of_uniform_strategies_are_near(text: str) -> None:
+    cluster = with_memory(Cluster.preset(text), 1.0)
+    costs = random_costs(np.random.default_rng(0), cluster, 24)
+    asked = SearchProblem(DraftEvaluator(costs, cluster), 64, Space.parse("tensor=1 context=1 pipeline=4,8,16"))
+    options = [one for one in UniformOptions(asked).every() if len(one.shape.devices) == 32 and one.short_bytes <= 0.0]
+    options = [options[number] for number in np.random.default_rng(0).permutation(len(options))[:60]]
+    taken_s = [Tries(asked).score(one.draft(asked.balance)).step_s for one in options]
+    errors = np.log([one.expected_s / step_s for one, step_s in zip(options, taken_s, strict=True)])
+    assert np.median(np.abs(errors)) < 0.15
+
+
 def test_starts_by_kind_have_places_of_one_kind() -> None:
     asked = question(1, "a100-80g:2x4+t4:2x4,ib=400g", batch=32)
     kinds = [kind.name for kind in asked.cluster.kinds]

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.cluster.tiers import common_depth
 from rlplace.plan.strategy import CONTEXT_METHODS
 from rlplace.strategy.costs import RECOMPUTE, Cut, Floats
 from rlplace.strategy.drafts import Devices, Draft, Mesh, array_of, kind_named, plain_draft
@@ -29,9 +30,6 @@ from rlplace.strategy.search.tries import SearchProblem
 
 MOST_UNEVEN = 8
 """Like replicas among which a batch that does not divide is shared all the same."""
-
-MOST_BORDERS = 8
-"""Borders of stages, the first ones and the last, of which the slowest is taken for all where steps are estimated."""
 
 
 class Option(NamedTuple):
@@ -107,7 +105,7 @@ class UniformOptions:
         self._problem, self._balance = dataclasses.replace(problem, space=_runnable(problem)), problem.balance
         self._spreads: dict[object, list[_Spread]] = {}
         self._sums: dict[object, tuple[Floats, float]] = {}
-        self._ways: dict[object, tuple[float, float]] = {}
+        self._ways: dict[object, Floats] = {}
         self._rooms: dict[object, tuple[Floats, Floats]] = {}
 
     def every(self) -> Iterator[Option]:
@@ -191,16 +189,24 @@ class UniformOptions:
         return np.maximum(step_s + update_s.max(axis=1), spread.bound_s), (short - spare).max(axis=1)
 
     def _handed_over_s(self, devices: tuple[int, ...], places: int, axes: Mesh, size: int, bounds: NDArray[np.int64]) -> Floats:
-        """Returns float64 [G, S - 1], seconds in which a micro-batch crosses each border, at the slowest of a few borders."""
+        """Returns float64 [G, S - 1], seconds in which a micro-batch crosses each border; from place to place around the loop.
+
+        Borders between like kinds, that cross the same tiers, are as fast as the first of them, back to the first place as the
+        slowest.
+        """
         key = devices, places
         if key not in self._ways:
-            width = len(devices) // places
-            firsts = sorted({*range(min(places - 1, MOST_BORDERS)), places - 2})
-            parts = {at: Devices(devices[at * width : (at + 1) * width]) for first in firsts for at in (first, first + 1)}
-            pairs = {(at, at + 1): Border(parts[at], parts[at + 1], 1.0) for at in firsts}
+            parts = array_of(devices).reshape(places, -1)
+            seats, kinds = self._problem.cluster.seats[parts[:, [0, -1]]], self._balance.kind[parts[:, 0]]
+            together = common_depth(seats[:-1], seats[1:]).min(axis=1)
+            looks = np.stack([together, kinds[:-1], kinds[1:]], axis=1)
+            _, firsts, look = np.unique(looks, axis=0, return_index=True, return_inverse=True)
+            ends = {at: Devices(parts[at].tolist()) for first in firsts.tolist() for at in (first, first + 1)}
+            pairs = {(at, at + 1): Border(ends[at], ends[at + 1], 1.0) for at in firsts.tolist()}
             ways = self._problem.scores.traffic.ways(pairs).values()
-            self._ways[key] = max(way.latency_s for way in ways), max(way.s_per_byte for way in ways)
-        latency_s, s_per_byte = self._ways[key]
+            found = np.array([(way.latency_s, way.s_per_byte) for way in ways])
+            self._ways[key] = np.concatenate([found[look.ravel()], found.max(axis=0, keepdims=True)]).T
+        latency_s, s_per_byte = self._ways[key][:, np.arange(bounds.shape[1] - 2) % places]
         kind = min(self._balance.kinds(devices, 1)[0])
         sent = self._problem.costs.passes(kind, axes.cut(size)).sent_bytes
         inner = bounds[:, 1:-1]

@@ -17,9 +17,12 @@ from rlplace.cost.foreign import shipped_costs, with_host
 from rlplace.cost.scaled import find_curve
 from rlplace.cost.table import CostTable, KindCosts
 from rlplace.errors import InputError
+from rlplace.plan.strategy import uniform_words
 from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor.evaluate import DraftEvaluator
+from rlplace.strategy.search.search import search
+from rlplace.strategy.search.tries import SearchProblem
 
 TITAN = msgspec.structs.replace(
     KINDS["h100"], memory_bandwidth_bytes_per_s=2.4e12, memory_bytes=96_000_000_000,
@@ -56,12 +59,12 @@ class Said:
         return self.step_s / self.row.taken_s - 1.0
 
 
-def say(row: Row) -> Said:
-    """Prices a row."""
+def say(row: Row, draft: Draft | None = None) -> Said:
+    """Prices a row, or another strategy for its model, batch and devices."""
     scores = _evaluator(_asked(row), row.gpus)
-    draft = draft_of_row(row, scores.costs.names)
+    draft = draft or draft_of_row(row, scores.costs.names)
     try:
-        cuts = {place.cut(row.microbatch) for place in draft.places}
+        cuts = {place.cut(draft.microbatch[0]) for place in draft.places}
         if reason := next((why for cut in cuts if (why := scores.costs.why_not(cut))), None):
             return Said(row, None, reason=reason)
         found = scores.evaluate(draft)
@@ -69,6 +72,14 @@ def say(row: Row) -> Said:
         return Said(row, None, reason=str(error))
     hidden_s = found.parts.get("tensor", 0.0) if row.software.overlaps_tensor else 0.0
     return Said(row, found.step_time_s - hidden_s, found.over_bytes, found.peak_memory_bytes, found.parts)
+
+
+def plan(row: Row, limit_s: float) -> tuple[Said, str, int]:
+    """Returns the search's own answer for a row's model, batch and devices: its price and words, and evaluations."""
+    problem = SearchProblem(_evaluator(_asked(row), row.gpus), row.batch)
+    found = search(problem, time_limit_s=limit_s)
+    draft = found.ranked[0].draft
+    return say(row, draft), uniform_words(problem.named(draft)), found.calls
 
 
 @dataclass(frozen=True)
@@ -132,8 +143,8 @@ def cluster_of(gpu: str, gpus: int) -> Cluster:
 
 def schedule_of(words: str, virtual: int) -> str:
     """Returns the pipeline schedule that a strategy's words name."""
-    if "zero bubble V" in words:
-        return "zbv"
+    if "zero bubble V" in words or "DualPipeV" in words:
+        return "zbv" if "zero bubble V" in words else "dualpipev"
     if "zero bubble" in words:
         return "interleaved_zero_bubble"
     return "interleaved_1f1b" if virtual > 1 or "interleaved" in words else "1f1b"
@@ -154,19 +165,20 @@ def even_bounds(names: Sequence[str], stages: int) -> tuple[int, ...]:
 def draft_of_row(row: Row, names: Sequence[str]) -> Draft:
     """Returns the strategy of a row."""
     said = degrees(row.words, row.gpus)
-    virtual = 2 if "zero bubble V" in row.words else 3 if row.words.endswith("PP8 interleaved") else said["virtual"]
+    v_shaped = schedule_of(row.words, 1) in ("zbv", "dualpipev")
+    virtual = 2 if v_shaped else 3 if row.words.endswith("PP8 interleaved") else said["virtual"]
     places, data, level = said["pipeline"], said["data"], said["level"]
     schedule = schedule_of(row.words, virtual) if places > 1 else None
     width, tensor = row.gpus // places, said["tensor"]
     meshes = tuple(
         Mesh(
             tuple(range(index * width, (index + 1) * width)), 1 if level else data, data if level else 1, said["context"],
-            tensor, sharding=level, sequence_parallel=tensor > 1,
+            tensor, said["expert"], sharding=level, sequence_parallel=tensor > 1 and "whole activations" not in row.words,
         )
         for index in range(places)
     )  # fmt: skip
     loop = tuple(range(places))
-    order = (*loop, *reversed(loop)) if schedule == "zbv" else loop * virtual
+    order = (*loop, *reversed(loop)) if v_shaped else loop * virtual
     again = bytearray(len(names))
     for index, name in enumerate(names):
         if "full" in row.recompute or ("every 2nd" in row.recompute and re.search(r"[02468]$", name)):

@@ -13,7 +13,7 @@ from benchmarks.published.software import Software, software_of
 KIND_OF_GPU = {
     "h100_80gb": "h100", "H100": "h100", "H100-80": "h100", "H200": "h200", "A100": "a100-80g", "A100-80": "a100-80g",
     "a100_80gb": "a100-80g", "a800_80gb": "a100-80g", "a100_40gb": "a100-40g", "A100-40": "a100-40g", "l4": "l4",
-    "mi300x": "mi300x", "rtx4090": "rtx4090", "rtx4090 (no P2P)": "rtx4090", "V100-16": "v100",
+    "mi300x": "mi300x", "rtx4090": "rtx4090", "rtx4090 (no P2P)": "rtx4090", "V100-16": "v100", "H800": "h800",
 }  # fmt: skip
 UNLIKE = ("H100 96GB", "gh200")
 """Devices without a preset, priced as the nearest one: 96 GB of slower memory under a cap of 500 W, and Grace hosts of four."""
@@ -166,5 +166,5 @@ def degrees(words: str, gpus: int) -> dict[str, int]:
         level = min(level, 1)
     return {
         "data": data, "tensor": tensor, "pipeline": pipeline, "context": context, "level": level if data * context > 1 else 0,
-        "virtual": int(virtual[1]) if virtual else 1,
+        "virtual": int(virtual[1]) if virtual else 1, "expert": of("EP"),
     }  # fmt: skip

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rlplace.cluster.fabric import COLLECTIVES, Fabric, Phase, bus_factor, inside, line, phase_s, serves
-from rlplace.cluster.links import Wires
+from rlplace.cluster.links import Run, Wires
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.memoized import memoized
 
@@ -49,10 +49,14 @@ _Share = tuple[Fabric | None, tuple[int, ...]]  # a fabric with those of a group
 
 
 @overload
-def collective_s(links: Wires, kind: str, devices: Sequence[int], size_bytes: float) -> float: ...
+def collective_s(links: Wires, kind: str, devices: Sequence[int], size_bytes: float, times: int = 1) -> float: ...
 @overload
-def collective_s(links: Wires, kind: str, devices: Sequence[int], size_bytes: NDArray) -> NDArray[np.float64]: ...
-def collective_s(links: Wires, kind: str, devices: Sequence[int], size_bytes: float | NDArray) -> float | NDArray[np.float64]:
+def collective_s(
+    links: Wires, kind: str, devices: Sequence[int], size_bytes: NDArray, times: int = 1
+) -> NDArray[np.float64]: ...
+def collective_s(
+    links: Wires, kind: str, devices: Sequence[int], size_bytes: float | NDArray, times: int = 1
+) -> float | NDArray[np.float64]:
     """Returns seconds that a collective takes when its channels are free.
 
     Args:
@@ -61,6 +65,7 @@ def collective_s(links: Wires, kind: str, devices: Sequence[int], size_bytes: fl
         devices: The devices that take part, distinct. The first is the root of a broadcast.
         size_bytes: The whole tensor: what each device holds before an all-reduce, reduce-scatter or all-to-all, and after an
             all-gather. A number or an array.
+        times: Above 1, these devices are the first of a group of so many times as many that `repeats`; not for an all-to-all.
 
     Returns:
         Seconds, in the shape of `size_bytes`; 0 for one device, inf where no links join the devices.
@@ -75,12 +80,30 @@ def collective_s(links: Wires, kind: str, devices: Sequence[int], size_bytes: fl
         raise InputError(f"collective: size {show(size_bytes)} is negative or not a number")
     group = _checked(links, devices)
     seconds = np.full(size.shape, 0.0 if len(group) == 1 else np.inf)
-    for phases in () if len(group) == 1 else _algorithms(links, kind, group):
+    for phases in () if len(group) == 1 else _algorithms(links, kind, group, times):
         seconds = np.minimum(seconds, sum(phase_s(phase, size) for phase in phases))
     return seconds if isinstance(size_bytes, np.ndarray) else float(seconds)
 
 
-def contention(links: Wires, groups: ArrayLike) -> float:
+def repeats(run: Run, devices: int, stride: int) -> int:
+    """Returns how often the devices of a long group repeat in a run, so that the first ones tell what all take; 1: they do not.
+
+    A ring in the given order enters and leaves all periods of hosts alike; three of them have hops of every sort.
+
+    Args:
+        run: Links of the devices, the first of which begins a period.
+        devices: From the first to the last of the group, its stride included.
+        stride: Between devices of the group.
+    """
+    period = math.lcm(run.period, stride)
+    count, rest = divmod(devices, period)
+    if rest or devices // stride <= _FOLLOWED_DEVICES:
+        return 1
+    kept = (own for own in range(_LEAST_PERIODS, 3 * _LEAST_PERIODS) if count % own == 0)
+    return next((count // own for own in kept if (count - own) * period % run.lanes == 0), 1)
+
+
+def contention(links: Wires, groups: ArrayLike, as_given: bool = False) -> float:
     """Returns factor on the bytes that the channels of a collective carry when it runs in all these groups at once.
 
     1.0 where no two groups share a channel. A network card through which the rings of four groups pass carries four times the
@@ -89,6 +112,7 @@ def contention(links: Wires, groups: ArrayLike) -> float:
     Args:
         links: Links of D devices.
         groups: int64 [G, n], device numbers of groups of one size, each device in at most one of them.
+        as_given: Whether rings have the given order, whatever the links.
 
     Returns:
         The busiest channel's seconds per byte with all groups, over the largest that a group alone has.
@@ -98,7 +122,7 @@ def contention(links: Wires, groups: ArrayLike) -> float:
         return 1.0
     every, alone = [], 0.0
     for own in _by_sort(links, members):
-        hops = _ring_hops(links, _checked(links, own[0]))
+        hops = _ring_hops(links, _checked(links, own[0]), as_given)
         alone = max(alone, sent_at_once(links, *hops).s_per_byte)
         every.append(_same_hops(own, hops))
     if not 0.0 < alone < math.inf:
@@ -119,19 +143,20 @@ def _same_hops(groups: Ints, hops: Ints) -> Ints:
     return np.stack([groups[:, ends[way]].ravel() for way in (0, 1)])
 
 
-def meet(links: Wires, groups: Sequence[Ints], others: Sequence[Ints]) -> bool:
+def meet(links: Wires, groups: Sequence[tuple[Ints, bool]], others: Sequence[tuple[Ints, bool]]) -> bool:
     """Returns whether rings of some groups and rings of others use a channel together: a network card, a port, a bus.
 
     Args:
         links: Links of D devices.
-        groups: Device numbers of groups, int64 [G, n] for each size; those of one device use nothing.
+        groups: Device numbers of groups, int64 [G, n] for each size, and whether their rings have that order whatever the
+            links; groups of one device use nothing.
         others: Device numbers of the other groups, likewise.
     """
     used = []
     for several in (groups, others):
         hops = [
-            _same_hops(own, hops_of([_ring(links, _checked(links, own[0]))]))
-            for members in several
+            _same_hops(own, hops_of([_ring(links, _checked(links, own[0]), as_given)]))
+            for members, as_given in several
             if members.shape[1] > 1
             for own in _by_sort(links, members)
         ]
@@ -143,11 +168,11 @@ def meet(links: Wires, groups: Sequence[Ints], others: Sequence[Ints]) -> bool:
 
 
 @memoized
-def _ring_hops(links: Wires, group: tuple[int, ...]) -> Ints:
+def _ring_hops(links: Wires, group: tuple[int, ...], as_given: bool) -> Ints:
     """Returns hops of the ring, of the rails where fabrics have equal shares; a group inside one fabric has its ring's."""
     parts = _parts(links, group)
     inside_one = len(parts) == 1 and parts[0][0] is not None
-    return hops_of(_rails(parts) or [group if inside_one else _ring(links, group)])
+    return hops_of(_rails(parts) or [_ring(links, group, as_given or inside_one)])
 
 
 def _checked(links: Wires, devices: ArrayLike) -> tuple[int, ...]:
@@ -159,12 +184,12 @@ def _checked(links: Wires, devices: ArrayLike) -> tuple[int, ...]:
 
 
 @memoized
-def _algorithms(links: Wires, kind: str, group: tuple[int, ...]) -> tuple[_Algorithm, ...]:
+def _algorithms(links: Wires, kind: str, group: tuple[int, ...], times: int) -> tuple[_Algorithm, ...]:
     parts = _parts(links, group)
     fabric = parts[0][0] if len(parts) == 1 else None
     if fabric is not None:
         return ((inside(fabric, kind, group),),)
-    return *_over_links(links, kind, group), *_across(links, kind, parts)
+    return *_over_links(links, kind, group, times), *_across(links, kind, parts, times)
 
 
 @memoized
@@ -173,7 +198,8 @@ def _parts(links: Wires, group: tuple[int, ...]) -> list[_Share]:
 
     The smallest fabric that holds the whole group serves it, else each takes as many as it can.
     """
-    left, fabrics_of = np.array(group), _fabrics_of_device(links)
+    left, fabrics = np.array(group), links.fabrics_near(group)
+    fabrics_of = _fabrics_of_device(links.num_devices, fabrics)
     parts: list[_Share] = []
     while len(left):
         ranked: list[tuple[int, int, int, tuple[int, ...]]] = []
@@ -186,7 +212,7 @@ def _parts(links: Wires, group: tuple[int, ...]) -> list[_Share]:
             for fabric_number, (begin, end) in zip(numbers.tolist(), pairwise(ends), strict=True):
                 if fabric_number < 0 or end - begin < 2:
                     continue
-                fabric, own = links.fabrics[fabric_number], members[begin:end]
+                fabric, own = fabrics[fabric_number], members[begin:end]
                 look = fabric_number if fabric.links else (id(fabric.curves), len(own))
                 if look not in served:
                     served[look] = serves(fabric, own)
@@ -199,36 +225,36 @@ def _parts(links: Wires, group: tuple[int, ...]) -> list[_Share]:
         for _, _, fabric_number, own in sorted(ranked):
             if taken[list(own)].any():
                 break  # the fabric has lost devices, and its rank with them
-            parts.append((links.fabrics[fabric_number], own))
+            parts.append((fabrics[fabric_number], own))
             taken[list(own)] = True
         left = left[~taken[left]]
     return parts
 
 
-@memoized
-def _fabrics_of_device(links: Wires) -> Ints:
-    """Returns numbers of the fabrics that join each device, int64 [most fabrics of a device, D]; -1 past the last."""
-    fabrics: list[Ints] = []
-    for number, fabric in enumerate(links.fabrics):
+def _fabrics_of_device(count: int, fabrics: Sequence[Fabric]) -> list[Ints]:
+    """Returns numbers of the fabrics that join each of so many devices, int64 [D] each, as many as one is in; -1: none."""
+    rows: list[Ints] = []
+    for number, fabric in enumerate(fabrics):
         devices = list(fabric.devices)
-        row = next((row for row in fabrics if (row[devices] < 0).all()), None)
+        row = next((row for row in rows if (row[devices] < 0).all()), None)
         if row is None:
-            row = np.full(links.num_devices, -1, dtype=np.int64)
-            fabrics.append(row)
+            row = np.full(count, -1, dtype=np.int64)
+            rows.append(row)
         row[devices] = number
-    return np.array(fabrics, dtype=np.int64).reshape(-1, links.num_devices)
+    return rows
 
 
-def _over_links(links: Wires, kind: str, group: tuple[int, ...]) -> list[_Algorithm]:
+def _over_links(links: Wires, kind: str, group: tuple[int, ...], times: int) -> list[_Algorithm]:
     """Returns the ring, and the tree where it can be quicker, over the pair matrices."""
-    size = len(group)
+    size = times * len(group)
     if kind == "all_to_all":
+        assert times == 1
         senders, receivers = np.repeat(group, size), np.tile(group, size)
         apart = senders != receivers
         sent = sent_at_once(links, senders[apart], receivers[apart])
         s_per_byte, launch = sent.s_per_byte / size, float(sent.latency_s.max())
         return [(line(launch * (1 + HOP_LATENCY_SHARE * (size - 2)), s_per_byte),)] if s_per_byte < math.inf else []
-    s_per_byte, latency, _ = sent_at_once(links, *hops_of([_ring(links, group)]))
+    s_per_byte, latency, _ = sent_at_once(links, *hops_of([_ring(links, group, times > 1)]))
     if s_per_byte == math.inf:
         return []
     launch, hop = float(latency.max()), HOP_LATENCY_SHARE * float(np.mean(latency))
@@ -248,13 +274,13 @@ def _rails(parts: list[_Share]) -> list[tuple[int, ...]]:
     return list(zip(*(members for _, members in parts), strict=True))
 
 
-def _across(links: Wires, kind: str, parts: list[_Share]) -> list[_Algorithm]:
+def _across(links: Wires, kind: str, parts: list[_Share], times: int) -> list[_Algorithm]:
     """Returns pipelined rails, and phases inside and across, where every fabric has an equal share of several devices."""
     rails = _rails(parts)
     share = len(parts[0][1])
     if not rails or share < 2 or kind == "all_to_all":
         return []
-    hosts = len(parts)
+    hosts = times * len(parts)
     s_per_byte, latency, _ = sent_at_once(links, *hops_of(rails))
     if s_per_byte == math.inf:
         return []
@@ -295,6 +321,7 @@ def _pipelined(kind: str, parts: list[_Share], rail: Phase, size: int, rail_s_pe
 
 _EXACT_DEVICES = 8  # all orders of up to this many devices are tried
 _FOLLOWED_DEVICES = 256  # the fastest links are followed among so many at most
+_LEAST_PERIODS = 3  # periods of a long group that have hops of every sort
 
 
 def ring_order(links: Wires, devices: Sequence[int]) -> tuple[int, ...]:
@@ -318,7 +345,9 @@ def ring_order(links: Wires, devices: Sequence[int]) -> tuple[int, ...]:
     return tuple(group[i] for i in best.tolist())
 
 
-_ring = memoized(ring_order)
+@memoized
+def _ring(links: Wires, group: tuple[int, ...], as_given: bool) -> tuple[int, ...]:
+    return group if as_given else ring_order(links, group)
 
 
 @cache

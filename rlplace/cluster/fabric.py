@@ -102,6 +102,11 @@ class Fabric(Record, frozen=True):
     source: str = ""
     links: tuple[tuple[Whole, Whole, _Rate], ...] = ()
 
+    def renumbered(self, number: Sequence[int]) -> Fabric:
+        """Returns the fabric with other numbers of its devices, by those that they have."""
+        links = tuple((number[one], number[other], rate) for one, other, rate in self.links)
+        return replace(self, devices=tuple(number[device] for device in self.devices), links=links)
+
     def quicker(self, factor: float) -> Fabric:
         """Returns the fabric with its bandwidths multiplied: a message takes as long as one of 1 / factor of its size did."""
         return self.slower(1.0 / factor, size=factor)

@@ -31,6 +31,7 @@ from rlplace.errors import InputError
 from rlplace.files import without_collections
 
 _STAND_INS = 3  # members of a class: one for itself, two for its peers, so that peers are several
+_FEW = 64  # a group of less than so large a part of the devices asks for the fabrics of its hosts alone
 _INNER_STAND_INS = 2  # of those inside a group that has peers: these have several themselves
 
 
@@ -111,6 +112,18 @@ class HostLinks:
         built = build_fabrics(self._kinds, self._host.tolist(), self.hosts)
         return built if self.of_presets else tuple(fabric.quicker(self._faster) for fabric in built)
 
+    def fabrics_near(self, devices: Sequence[int]) -> tuple[Fabric, ...]:
+        """Returns `fabrics` of the hosts of these devices, as `Wires.fabrics_near` says."""
+        if "fabrics" in self.__dict__ or _FEW * len(devices) > self.num_devices:
+            return self.fabrics
+        hosts = np.unique(self._host[list(devices)]).tolist()
+        (keys, starts), groups = self._members, len(self._tiers.of)
+        own = [keys[starts[groups + host] : starts[groups + host + 1]] % self.num_devices for host in hosts]
+        number, host_of = np.concatenate(own).tolist(), np.repeat(np.arange(len(own)), list(map(len, own))).tolist()
+        built = build_fabrics([self._kinds[device] for device in number], host_of, [self.hosts[host] for host in hosts])
+        found = tuple(fabric.renumbered(number) for fabric in built)
+        return found if self.of_presets else tuple(fabric.quicker(self._faster) for fabric in found)
+
     def sorts(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the sort of groups as `Wires.sorts` says: by the places of their devices on hosts of which classes.
 
@@ -128,7 +141,13 @@ class HostLinks:
         run_of, starts, periods = self._runs
         start, period = int(starts[run_of[first]]), int(periods[run_of[first]])
         alike = run_of[first] == run_of[last] and (first - start) % period == 0
-        return Run(start, period) if alike else None
+        return Run(start, period, self._lanes) if alike else None
+
+    @cached_property
+    def _lanes(self) -> int:
+        """Least common multiple of the lanes of all resources."""
+        width = self._standing.lowered.width
+        return int(np.lcm.reduce(width[width > 0]))
 
     @cached_property
     def _runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

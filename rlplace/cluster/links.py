@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -64,10 +64,12 @@ class Run(NamedTuple):
     Attributes:
         start: The first.
         period: Devices after which they repeat; no channels are shared with those of other periods but at their ends.
+        lanes: Devices of a difference after which pairs take the same lanes of all channels.
     """
 
     start: int
     period: int
+    lanes: int
 
 
 class Wires(Protocol):
@@ -97,6 +99,9 @@ class Wires(Protocol):
 
     def sorts(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the sort of each of G groups of n devices [G, n], int64 [G]; collectives of one sort take equally long."""
+
+    def fabrics_near(self, devices: Sequence[int]) -> tuple[Fabric, ...]:
+        """Returns `fabrics`, those of hosts without any of these devices left out where there are many."""
 
     def run(self, first: int, last: int) -> Run | None:
         """Returns the run of the devices from one to another, the first of which begins a period; None where there is none."""
@@ -183,6 +188,10 @@ class Links:
     def sorts(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the sort of groups, see `Wires.sorts`: nothing is known to be alike."""
         return np.arange(len(groups))
+
+    def fabrics_near(self, devices: Sequence[int]) -> tuple[Fabric, ...]:
+        """Returns all fabrics."""
+        return self.fabrics
 
     def run(self, first: int, last: int) -> Run | None:
         """Returns None: nothing is known to repeat."""

@@ -35,11 +35,13 @@ class Groups(NamedTuple):
         devices: Of the mesh.
         size: Devices of a group.
         stride: Between devices of a group.
+        times: How often the devices repeat along hosts that are alike (`rlplace.cluster.collectives.collective_s`).
     """
 
     devices: tuple[int, ...]
     size: int
     stride: int = 1
+    times: int = 1
 
     @property
     def members(self) -> Ints:

@@ -16,8 +16,9 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from rlplace.cluster import Cluster
-from rlplace.cluster.collectives import collective_s, contention, meet, sent_at_once
+from rlplace.cluster.collectives import collective_s, contention, meet, repeats, sent_at_once
 from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_PER_S, PCIE_BYTES_PER_S
+from rlplace.cluster.links import Run
 from rlplace.strategy.costs import (
     COLLECTIVE_KINDS,
     CONTEXT_GATHER,
@@ -107,40 +108,41 @@ class ClusterTraffic:
         """Returns the number of the table of a collective that runs in all groups at once; 0 for groups of one device."""
         if groups.size < 2:
             return 0
-        groups = self._representing(groups)
+        groups = self._representing(groups, kind != "all_to_all")
         if (kind, groups) not in self._numbers:
             if groups not in self._unlike:
                 members = groups.members
                 unlike = members[np.unique(self.links.sorts(members), return_index=True)[1]]
-                self._unlike[groups] = SIZES * contention(self.links, members), list(map(tuple, unlike.tolist()))
+                self._unlike[groups] = (
+                    SIZES * contention(self.links, members, groups.times > 1),
+                    list(map(tuple, unlike.tolist())),
+                )
             sizes, own = self._unlike[groups]
-            table = np.max([collective_s(self.links, kind, group, sizes) for group in own], axis=0)
+            table = np.max([collective_s(self.links, kind, group, sizes, groups.times) for group in own], axis=0)
             number = self._numbers[kind, groups] = self._distinct.setdefault(table.tobytes(), len(self._distinct))
             if number == len(self.tables):
                 self.tables = np.concatenate([self.tables, np.zeros_like(self.tables)])
             self.tables[number] = table
         return self._numbers[kind, groups]
 
-    def _least(self, places: Sequence[tuple[int, ...]], span: int) -> list[tuple[int, ...]]:
-        """Returns devices that represent those of places whose links repeat: a period of each that `span` divides."""
-        found = []
-        for devices in places:
-            run = None
-            if isinstance(devices, Devices) and devices.consecutive:
-                run = self.links.run(devices[0], devices[-1])
-            if run is None:
-                return list(places)
-            size = math.lcm(span, run.period)
-            start = run.start if len(places) == 1 else devices[0]
-            found.append((start, min(size, len(devices))))
-        for key in found:
-            if key not in self._ranges:
-                self._ranges[key] = Devices(range(key[0], sum(key)))
-        return [self._ranges[key] for key in found]
+    def _run(self, devices: tuple[int, ...]) -> Run | None:
+        """Returns the run of consecutive devices that begins a period with the first; None where there is none."""
+        consecutive = isinstance(devices, Devices) and devices.consecutive
+        return self.links.run(devices[0], devices[-1]) if consecutive else None
 
-    def _representing(self, groups: Groups) -> Groups:
-        """Returns groups that take as long: the first ones of a run, where all others repeat them."""
-        return groups._replace(devices=self._least([groups.devices], groups.size * groups.stride)[0])
+    def _range(self, first: int, count: int) -> Devices:
+        if (first, count) not in self._ranges:
+            self._ranges[first, count] = Devices(range(first, first + count))
+        return self._ranges[first, count]
+
+    def _representing(self, groups: Groups, long: bool) -> Groups:
+        """Returns groups that take as long: the first of a run; where those are `long`, the first periods of each."""
+        run, span = self._run(groups.devices), groups.size * groups.stride
+        if run is None:
+            return groups
+        count = min(math.lcm(span, run.period), len(groups.devices))
+        times = repeats(run, span, groups.stride) if long and span == count else 1
+        return groups._replace(devices=self._range(run.start, count // times), size=groups.size // times, times=times)
 
     def collectives(self, kinds: Iterable[str], groups: Groups) -> list[int]:
         """Returns `collective` of several kinds in the same groups."""
@@ -166,11 +168,22 @@ class ClusterTraffic:
         return self._meet(inside, shares), self._meet([copies], shares)
 
     def _meet(self, groups: Sequence[Groups], others: Groups) -> bool:
-        span = math.lcm(*(own.size * own.stride for own in (*groups, others)))
-        (devices,) = self._least([others.devices], span)
-        key = *groups, others = *(own._replace(devices=devices) for own in groups), others._replace(devices=devices)
+        key: tuple[Groups, ...] = *groups, others
+        run, spans = self._run(others.devices), [own.size * own.stride for own in key]
+        if run is not None:
+            count = min(math.lcm(run.period, *spans), len(others.devices))
+            times = repeats(run, count, math.lcm(*(own.stride for own in key)))
+            if any(span != count and count // times % span for span in spans):
+                times = 1
+            devices = self._range(run.start, count // times)
+            own_times = [times if span == count else 1 for span in spans]
+            key = tuple(
+                own._replace(devices=devices, size=own.size // many, times=many)
+                for own, many in zip(key, own_times, strict=True)
+            )
         if key not in self._met:
-            self._met[key] = meet(self.links, [own.members for own in groups], [others.members])
+            *some, other = [(own.members, own.times > 1) for own in key]
+            self._met[key] = meet(self.links, some, [other])
         return self._met[key]
 
     def moved_s(self, tables: Sequence[int], size_bytes: Floats, calls: Floats, hidden_s: Floats | None = None) -> Floats:
@@ -205,8 +218,11 @@ class ClusterTraffic:
         """Returns a border that takes as long, and uses channels of the same places: of a period of either place."""
         if len(border.senders) != len(border.receivers):
             return border
-        senders, receivers = self._least(border[:2], 1)
-        return border if len(senders) != len(receivers) else Border(senders, receivers, border.part)
+        runs = [self._run(devices) for devices in border[:2]]
+        if runs[0] is None or runs[1] is None or runs[0].period != runs[1].period:
+            return border
+        count = min(runs[0].period, len(border.senders))
+        return Border(self._range(border.senders[0], count), self._range(border.receivers[0], count), border.part)
 
     def exchanged_s(self, groups: Groups, size_bytes: float) -> float:
         """Returns seconds in which all devices of each group send so many bytes to each other one of it."""

@@ -19,15 +19,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
-from itertools import pairwise, permutations
-from typing import NamedTuple, overload
+from itertools import pairwise
+from typing import overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rlplace.cluster.fabric import COLLECTIVES, Fabric, Phase, bus_factor, inside, line, phase_s, serves
-from rlplace.cluster.links import Run, Wires
+from rlplace.cluster.links import AlikeRun, Wires
+from rlplace.cluster.rings import FOLLOWED_DEVICES, Ints, hops_of, ring_of, sent_at_once
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.memoized import memoized
 
@@ -41,7 +41,7 @@ HOP_LATENCY_SHARE = 1 / 3
 NCCL charges 3.4 us a hop over NVLink and 5.7 us over PCIe (tuning.cc, Simple protocol), a copy with its launch 10 and 15."""
 
 
-Ints = NDArray[np.int64]
+_LEAST_PERIODS = 3  # periods of a long group that have hops of every sort
 
 _LARGE = float(1 << 30)  # bytes: the message size at which the slowest of several fabrics counts
 _Algorithm = tuple[Phase, ...]  # times of its phases add up
@@ -85,7 +85,7 @@ def collective_s(
     return seconds if isinstance(size_bytes, np.ndarray) else float(seconds)
 
 
-def repeats(run: Run, devices: int, stride: int) -> int:
+def repeats(run: AlikeRun, devices: int, stride: int) -> int:
     """Returns how often the devices of a long group repeat in a run, so that the first ones tell what all take; 1: they do not.
 
     A ring in the given order enters and leaves all periods of hosts alike; three of them have hops of every sort.
@@ -97,7 +97,7 @@ def repeats(run: Run, devices: int, stride: int) -> int:
     """
     period = math.lcm(run.period, stride)
     count, rest = divmod(devices, period)
-    if rest or devices // stride <= _FOLLOWED_DEVICES:
+    if rest or devices // stride <= FOLLOWED_DEVICES:
         return 1
     kept = (own for own in range(_LEAST_PERIODS, 3 * _LEAST_PERIODS) if count % own == 0)
     return next((count // own for own in kept if (count - own) * period % run.lanes == 0), 1)
@@ -155,7 +155,7 @@ def meet(links: Wires, groups: Sequence[tuple[Ints, bool]], others: Sequence[tup
     used = []
     for several in (groups, others):
         hops = [
-            _same_hops(own, hops_of([_ring(links, _checked(links, own[0]), as_given)]))
+            _same_hops(own, hops_of([ring_of(links, _checked(links, own[0]), as_given)]))
             for members, as_given in several
             if members.shape[1] > 1
             for own in _by_sort(links, members)
@@ -172,7 +172,7 @@ def _ring_hops(links: Wires, group: tuple[int, ...], as_given: bool) -> Ints:
     """Returns hops of the ring, of the rails where fabrics have equal shares; a group inside one fabric has its ring's."""
     parts = _parts(links, group)
     inside_one = len(parts) == 1 and parts[0][0] is not None
-    return hops_of(_rails(parts) or [_ring(links, group, as_given or inside_one)])
+    return hops_of(_rails(parts) or [ring_of(links, group, as_given or inside_one)])
 
 
 def _checked(links: Wires, devices: ArrayLike) -> tuple[int, ...]:
@@ -254,7 +254,7 @@ def _over_links(links: Wires, kind: str, group: tuple[int, ...], times: int) -> 
         sent = sent_at_once(links, senders[apart], receivers[apart])
         s_per_byte, launch = sent.s_per_byte / size, float(sent.latency_s.max())
         return [(line(launch * (1 + HOP_LATENCY_SHARE * (size - 2)), s_per_byte),)] if s_per_byte < math.inf else []
-    s_per_byte, latency, _ = sent_at_once(links, *hops_of([_ring(links, group, times > 1)]))
+    s_per_byte, latency, _ = sent_at_once(links, *hops_of([ring_of(links, group, times > 1)]))
     if s_per_byte == math.inf:
         return []
     launch, hop = float(latency.max()), HOP_LATENCY_SHARE * float(np.mean(latency))
@@ -319,88 +319,6 @@ def _pipelined(kind: str, parts: list[_Share], rail: Phase, size: int, rail_s_pe
     return (line(latency, bus_factor(kind, size) * slowest),)
 
 
-_EXACT_DEVICES = 8  # all orders of up to this many devices are tried
-_FOLLOWED_DEVICES = 256  # the fastest links are followed among so many at most
-_LEAST_PERIODS = 3  # periods of a long group that have hops of every sort
-
-
-def ring_order(links: Wires, devices: Sequence[int]) -> tuple[int, ...]:
-    """Returns order in which a ring visits the devices: the slowest hop as fast as possible, then the least time over all hops.
-
-    Exact up to eight devices; beyond, the best of the given order and of following the fastest link from each of a few starts;
-    beyond 256 the given order.
-    """
-    group = tuple(devices)
-    if not 3 <= len(group) <= _FOLLOWED_DEVICES:
-        return group
-    with np.errstate(divide="ignore"):
-        cost = 1.0 / links.rates(*np.meshgrid(group, group, indexing="ij"))[0]
-    if len(group) <= _EXACT_DEVICES:
-        orders = _every_order(len(group))
-    else:
-        starts = range(0, len(group), max(1, len(group) // _EXACT_DEVICES))
-        orders = np.array([list(range(len(group))), *(_follow(cost, start) for start in starts)])
-    hops = cost[orders, np.roll(orders, -1, axis=1)]
-    best = orders[np.lexsort((hops.sum(axis=1), hops.max(axis=1)))[0]]
-    return tuple(group[i] for i in best.tolist())
-
-
-@memoized
-def _ring(links: Wires, group: tuple[int, ...], as_given: bool) -> tuple[int, ...]:
-    return group if as_given else ring_order(links, group)
-
-
-@cache
-def _every_order(count: int) -> NDArray[np.int64]:
-    """Returns all orders of that many devices that begin with 0."""
-    return np.array([(0, *rest) for rest in permutations(range(1, count))])
-
-
-def _follow(cost: NDArray[np.float64], start: int) -> list[int]:
-    """Visits from `start` always the nearest device that is left, or the first one where there is no link."""
-    left = np.ones(len(cost), dtype=bool)
-    left[start] = False
-    order = [start]
-    for _ in range(len(cost) - 1):
-        near = np.where(left, cost[order[-1]], np.inf)
-        nearest = int(near.argmin())
-        order.append(nearest if near[nearest] < np.inf else int(left.argmax()))
-        left[order[-1]] = False
-    return order
-
-
-def hops_of(rings: Sequence[Sequence[int]]) -> Ints:
-    """Returns the senders and receivers of all hops of rings of one size, int64 [2, H]; none in a ring of one device."""
-    members = np.array(rings, dtype=np.int64)
-    hops: Ints = np.stack([members, np.roll(members, -1, axis=1)]).reshape(2, -1)
-    return hops[:, hops[0] != hops[1]]
-
-
 def rounds_of(kind: str) -> int:
     """Returns how often a ring passes the whole tensor on: twice in an all-reduce (reduce-scatter, then all-gather)."""
     return 2 if kind == "all_reduce" else 1
-
-
-class SentAtOnce(NamedTuple):
-    """P pairs of devices that all send at once.
-
-    Attributes:
-        s_per_byte: Seconds per byte of the busiest channel; 0 without pairs, inf where a pair has no link.
-        latency_s: float64 [P].
-        held: int64 [P, K], channels of each pair, -1 past the last.
-    """
-
-    s_per_byte: float
-    latency_s: NDArray[np.float64]
-    held: NDArray[np.int64]
-
-
-def sent_at_once(links: Wires, senders: NDArray[np.int64], receivers: NDArray[np.int64]) -> SentAtOnce:
-    """Returns what pairs of devices, int64 [P] each, take when they all send at once."""
-    (rate, latency), held = links.rates(senders, receivers), links.held(senders, receivers)
-    if not rate.all():
-        return SentAtOnce(math.inf, latency, held)
-    each = np.broadcast_to((1.0 / rate)[:, None], held.shape)[held >= 0]
-    channels, number = np.unique(held[held >= 0], return_inverse=True)
-    busy = np.bincount(number.ravel(), each, len(channels))
-    return SentAtOnce(float(max(busy.max(initial=0.0), (1.0 / rate).max(initial=0.0))), latency, held)

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rlplace.cluster.fabric import Fabric
 from rlplace.cluster.interconnect import Host, PathBuilder, build_fabrics, positions
-from rlplace.cluster.links import MAX_WRITTEN, Channels, Links, Run
+from rlplace.cluster.links import MAX_WRITTEN, AlikeRun, Channels, Links
 from rlplace.cluster.presets import DeviceKind
 from rlplace.cluster.tiers import Tier, common_depth, tiers_of
 from rlplace.cluster.topology import MAX_LANES, DividedTopology, Topology, divided_topology, repeated, written_links
@@ -136,12 +136,12 @@ class HostLinks:
         numbers: dict[bytes, int] = {}
         return np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in facts], dtype=np.int64)
 
-    def run(self, first: int, last: int) -> Run | None:
+    def run(self, first: int, last: int) -> AlikeRun | None:
         """Returns the run of devices, as `Wires.run` says: outermost groups or hosts that are alike, in order."""
         run_of, starts, periods = self._runs
         start, period = int(starts[run_of[first]]), int(periods[run_of[first]])
         alike = run_of[first] == run_of[last] and (first - start) % period == 0
-        return Run(start, period, self._lanes) if alike else None
+        return AlikeRun(start, period, self._lanes) if alike else None
 
     @cached_property
     def _lanes(self) -> int:

@@ -58,7 +58,7 @@ def fullness(share: float | None) -> str:
     return "roomy" if share is None or share < TIGHT else "tight" if share < FULL else "full"
 
 
-class Run(NamedTuple):
+class AlikeRun(NamedTuple):
     """Consecutive devices whose links repeat.
 
     Attributes:
@@ -103,7 +103,7 @@ class Wires(Protocol):
     def fabrics_near(self, devices: Sequence[int]) -> tuple[Fabric, ...]:
         """Returns `fabrics`, those of hosts without any of these devices left out where there are many."""
 
-    def run(self, first: int, last: int) -> Run | None:
+    def run(self, first: int, last: int) -> AlikeRun | None:
         """Returns the run of the devices from one to another, the first of which begins a period; None where there is none."""
 
     def quicker(self, factor: float) -> Wires:
@@ -193,7 +193,7 @@ class Links:
         """Returns all fabrics."""
         return self.fabrics
 
-    def run(self, first: int, last: int) -> Run | None:
+    def run(self, first: int, last: int) -> AlikeRun | None:
         """Returns None: nothing is known to repeat."""
         return None
 

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlplace.cluster import Cluster
-from rlplace.cluster.collectives import collective_s, contention, sent_at_once
+from rlplace.cluster.collectives import collective_s, contention
 from rlplace.cluster.host_links import HostLinks
 from rlplace.cluster.interconnect import Host, build_topology, parse_network
 from rlplace.cluster.presets import KINDS
+from rlplace.cluster.rings import sent_at_once
 from rlplace.cluster.tiers import Tier, tiers_of
 from rlplace.cluster.topology import lower
 from rlplace.errors import InputError

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlplace.cluster import Cluster
-from rlplace.cluster.collectives import HOP_LATENCY_SHARE, collective_s, contention, ring_order
+from rlplace.cluster.collectives import HOP_LATENCY_SHARE, collective_s, contention
 from rlplace.cluster.fabric import COLLECTIVES, CollectiveCurve, Fabric, Piece, bus_factor, joined_curve
 from rlplace.cluster.links import Links
+from rlplace.cluster.rings import ring_order
 from rlplace.errors import InputError
 
 GIB = 1 << 30

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlplace.cluster import Cluster
-from rlplace.cluster.collectives import ring_order
+from rlplace.cluster.rings import ring_order
 from rlplace.strategy.costs import (
     BACKWARD_PASS,
     COLLECTIVE_KINDS,

@@ -16,9 +16,10 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from rlplace.cluster import Cluster
-from rlplace.cluster.collectives import collective_s, contention, meet, repeats, sent_at_once
+from rlplace.cluster.collectives import collective_s, contention, meet, repeats
 from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_PER_S, PCIE_BYTES_PER_S
-from rlplace.cluster.links import Run
+from rlplace.cluster.links import AlikeRun
+from rlplace.cluster.rings import sent_at_once
 from rlplace.strategy.costs import (
     COLLECTIVE_KINDS,
     CONTEXT_GATHER,
@@ -125,7 +126,7 @@ class ClusterTraffic:
             self.tables[number] = table
         return self._numbers[kind, groups]
 
-    def _run(self, devices: tuple[int, ...]) -> Run | None:
+    def _run(self, devices: tuple[int, ...]) -> AlikeRun | None:
         """Returns the run of consecutive devices that begins a period with the first; None where there is none."""
         consecutive = isinstance(devices, Devices) and devices.consecutive
         return self.links.run(devices[0], devices[-1]) if consecutive else None

@@ -47,10 +47,13 @@ class Moves:
 
         `seen` is the evaluation of the draft: moves at its bottleneck come first.
         """
-        return (other for _, some in self.of_kinds(draft, seen) for other in some if _scheduled(other))
+        return (other for _, some in self.of_kinds(draft, seen) for other in some)
 
     def of_kinds(self, draft: Draft, seen: StepEvaluation) -> Iterator[tuple[str, Iterator[Draft]]]:
         """Yields `neighbours` in parts, each after the kind of its moves, one of `KINDS`; they are made on demand."""
+        return ((kind, filter(_scheduled, some)) for kind, some in self._of_kinds(draft, seen))
+
+    def _of_kinds(self, draft: Draft, seen: StepEvaluation) -> Iterator[tuple[str, Iterator[Draft]]]:
         blank = bytes(draft.bounds[-1])
         draft = dataclasses.replace(draft, recompute=blank, offload=blank)
         yield "schedule", self._other_schedules(draft)

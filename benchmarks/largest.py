@@ -14,7 +14,8 @@ of one or two samples (not stated), bf16, fused attention, and whole activations
 
 DeepSeek-V3 (arXiv 2412.19437): pipeline 16, experts over 64, sharded optimizer. Assumed: micro-batches of one. Unlike the run:
 bf16 for fp8, DualPipeV for DualPipe, no prediction of a second token, no limit on the hosts that a token's experts are on,
-exchange of experts not hidden, and attention and norms as transformers computes them.
+exchange of experts not hidden, and queries of 128 elements for 192, since a capture has no fused backward of attention whose
+queries are wider than its values.
 """
 
 from __future__ import annotations

@@ -90,6 +90,9 @@ def plain(value: Any) -> Any:
         raise InputError(f"{type(value).__name__}: nested too deeply to be written") from None
 
 
+_SIMPLE = {int, float, str, bool, type(None)}
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, msgspec.Struct):
         items = ((name, getattr(value, attribute), default) for name, attribute, default in _fields(type(value)))
@@ -99,7 +102,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return list(value) if set(map(type, value)) <= _SIMPLE else [_plain(item) for item in value]
     return value.tolist() if hasattr(value, "tolist") else value  # numpy's numbers and arrays
 
 

@@ -137,6 +137,8 @@ class Pipeline(Record, frozen=True):
     def samples(self) -> int:
         """Samples of a step, over all replicas."""
         degree = self.data_degree
+        if len(self.microbatch) == len(self.microbatches) == 1:
+            return degree * self.microbatch[0] * self.microbatches[0]
         sizes = self.microbatch * (degree if len(self.microbatch) == 1 else 1)
         counts = self.microbatches * (degree if len(self.microbatches) == 1 else 1)
         return sum(size * count for size, count in zip(sizes, counts, strict=True))
@@ -255,7 +257,7 @@ def _check_stage(stage: Stage, where: str) -> None:
         raise InputError(f"{where}: it gives tensor layouts, but the tensor axis is 1; leave them out")
     if (shared := shares * stage.axis("tensor")) % stage.expert:
         raise InputError(f"{where}: expert {stage.expert} does not divide shard x context x tensor = {shared}")
-    wanted = (ROWS, COLUMNS, *(f"{TABLE} {number}" for number in range(stage.data_degree)))
+    wanted = (ROWS, COLUMNS, *(f"{TABLE} {number}" for number in range(stage.data_degree if stage.tables else 0)))
     if (strange := next((word for word in stage.tables.values() if word not in wanted), None)) is not None:
         raise InputError(f"{where}: tables: {show(strange)} is not {either(wanted)}")
     if stage.tables and stage.data_degree == 1:

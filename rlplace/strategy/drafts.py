@@ -172,7 +172,9 @@ class Draft:
     @property
     def batch(self) -> int:
         """Samples of a step, over all replicas of all pipelines."""
-        own = sum(size * count for size, count in zip(*self.shares, strict=True))
+        alike = len(self.microbatch) == len(self.microbatches) == 1
+        shares = ((self.microbatch[0], self.data_degree * self.microbatches[0]),) if alike else zip(*self.shares, strict=True)
+        own = sum(size * count for size, count in shares)
         return own + sum(one.batch for one in self.beside)
 
     def pipeline(self, names: Sequence[str]) -> Pipeline:

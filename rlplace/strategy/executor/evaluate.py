@@ -35,9 +35,8 @@ EXECUTOR = "blocks"
 
 def bytes_over(peak_bytes: Sequence[float], starting_bytes: Sequence[float], cluster: Cluster) -> float:
     """Returns bytes over capacity, summed over the devices and the hosts of a cluster."""
-    pairs = zip(peak_bytes, cluster.devices, strict=True)
-    over = sum(max(0.0, peak - float(device.memory_bytes or math.inf)) for peak, device in pairs)
-    return over + cluster.host_over_bytes(starting_bytes)
+    room = np.array([device.memory_bytes or math.inf for device in cluster.devices])
+    return float(np.maximum(np.array(peak_bytes) - room, 0.0).sum()) + cluster.host_over_bytes(starting_bytes)
 
 
 def starting(draft: Draft, host_bytes: Sequence[float], costs: BlockCosts, cluster: Cluster) -> list[float]:

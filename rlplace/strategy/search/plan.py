@@ -22,7 +22,7 @@ from rlplace.model.graph.opgraph import OpGraph
 from rlplace.plan.plan import PlacementPlan
 from rlplace.plan.prediction import Prediction
 from rlplace.plan.strategy import Strategy, uniform_words
-from rlplace.records import plain
+from rlplace.records import plain, trusted
 from rlplace.strategy.blocks.op_costs import OpCosts
 from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.costs import Cut
@@ -226,7 +226,8 @@ def prediction(evaluation: StepEvaluation, batch: int, cluster: Cluster) -> Pred
 
 def _entry(problem: SearchProblem, tried: Tried, result: SearchResult) -> Mapping[str, Any]:
     """Returns a strategy as plans list it, without its tensor layouts, which only the plan's own strategy has."""
-    strategy = problem.strategy(tried.draft, tensor=False)
+    with trusted():  # the answer's own record is checked
+        strategy = problem.strategy(tried.draft, tensor=False)
     return {
         "kind": kind_of(tried.draft),
         "words": uniform_words(strategy),

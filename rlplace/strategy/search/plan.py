@@ -38,6 +38,9 @@ from rlplace.strategy.search.tries import Progress, SearchProblem, Tried, priced
 SEARCH_PART, LEAST_PART = 0.85, 0.5
 """Part of the remaining time for the search before the check op by op; least part of the whole limit for the search."""
 
+RECORDS_S = 1.2e-5
+"""Seconds a device, of the check op by op and of the records of a plan: measured from 32,768 devices on."""
+
 RANKED = 3
 """Strategies beside the best that a plan lists, before the best of each kind; see `unlike`."""
 
@@ -97,7 +100,7 @@ def plan_strategy(
     extra: dict[str, Any] = {}
     budget: dict[str, Any] = {
         "calls": calls,
-        "time_limit_s": max(SEARCH_PART * (ends_s - time.monotonic()), LEAST_PART * limit_s),
+        "time_limit_s": max(_search_s(ends_s - time.monotonic(), cluster.num_devices), LEAST_PART * limit_s),
         "progress": progress,
     }
     if curve is None:
@@ -131,6 +134,11 @@ def plan_strategy(
         source=source,
         predicted=predicted,
     )
+
+
+def _search_s(left_s: float, devices: int) -> float:
+    """Returns seconds of the search; the rest is for the check op by op and the plan's records."""
+    return min(SEARCH_PART * left_s, left_s - RECORDS_S * devices)
 
 
 def _source(graph: OpGraph, cluster: Cluster, costs: Any, host: str) -> dict[str, Any]:

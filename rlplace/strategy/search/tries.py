@@ -28,6 +28,9 @@ from rlplace.strategy.search.space import Space
 _REPORTED = 32
 """Evaluations between calls of `Progress`."""
 
+LEAST_CALLS, GRACE_S = 32, 0.25
+"""Evaluations that a search makes at least, and seconds after its limit in which it still does."""
+
 NEAR = 1.1
 """The engine is asked at once for drafts that take at most so many times as long as the best."""
 
@@ -179,11 +182,12 @@ class Tries:
 
     def left(self) -> bool:
         """Returns whether the budget allows another evaluation; the clock ends it only where something fits."""
-        return self.calls < self.budget.calls and (not self.fitting() or self.budget.left_s() > 0.0)
+        late_s = GRACE_S if self.calls < LEAST_CALLS else 0.0
+        return self.calls < self.budget.calls and (not self.fitting() or self.budget.left_s() > -late_s)
 
     def late(self, part: float) -> bool:
-        """Returns whether so large a part of the seconds is over."""
-        return self.budget.left_s() < (1.0 - part) * self.budget.seconds
+        """Returns whether so large a part of the seconds is over, and some drafts were evaluated."""
+        return self.calls >= LEAST_CALLS and self.budget.left_s() < (1.0 - part) * self.budget.seconds
 
     def fitting(self) -> bool:
         """Returns whether something fits."""

@@ -77,7 +77,8 @@ def test_time_and_memory_are_the_simulators(seeds):
 def each_lane(draft, kind):
     """Every lane by itself."""
     devices = [[[d for _, own in replicas for d in own] for replicas in lane.replicas] for lane in lanes(draft)]
-    return [AlikeLanes(lane, (), tuple(map(np.array, own))) for lane, own in zip(lanes(draft), devices, strict=True)]
+    each = enumerate(zip(lanes(draft), devices, strict=True))
+    return [AlikeLanes(number, lane.microbatches, (), tuple(map(np.array, own))) for number, (lane, own) in each]
 
 
 @pytest.mark.parametrize("seed", [2, 3, 5, 9, 12, 39, 123])

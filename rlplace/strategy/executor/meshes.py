@@ -87,12 +87,14 @@ class AlikeLanes(NamedTuple):
     """Lanes with as many micro-batches, as large, on as quick devices.
 
     Attributes:
-        first: One of them.
+        first: Number of one of them.
+        microbatches: Passes a step.
         passes: What the replicas of each place run in a lane.
         devices: For each place int64 [.], the devices of all these lanes.
     """
 
-    first: Lane
+    first: int
+    microbatches: int
     passes: tuple[Passes, ...]
     devices: tuple[Ints, ...]
 
@@ -173,10 +175,11 @@ def lane_count(draft: Draft) -> int:
 
 def lanes(draft: Draft) -> tuple[Lane, ...]:
     """Returns the lanes of a draft."""
-    return tuple(_lane(draft, number) for number in range(lane_count(draft)))
+    return tuple(lane_of(draft, number) for number in range(lane_count(draft)))
 
 
-def _lane(draft: Draft, number: int) -> Lane:
+def lane_of(draft: Draft, number: int) -> Lane:
+    """Returns one of the lanes of a draft."""
     count, degree, (sizes, counts) = lane_count(draft), draft.data_degree, draft.shares
     found, width = [], degree // count
     for place in draft.places:
@@ -211,10 +214,10 @@ def alike_lanes(draft: Draft, kind: Ints) -> list[AlikeLanes]:
         passes = tuple(_passes(draft, place, count, first, kind) for place in draft.places)
         found.setdefault((int(looks[0][first, 0]), passes), []).append(first)
     alike = []
-    for (_, passes), own in found.items():
+    for (microbatches, passes), own in found.items():
         inside = np.isin(sorts, sorts[own])
         devices = tuple(array_of(place.devices).reshape(count, -1)[inside].ravel() for place in draft.places)
-        alike.append(AlikeLanes(_lane(draft, own[0]), passes, devices))
+        alike.append(AlikeLanes(own[0], microbatches, passes, devices))
     return alike
 
 

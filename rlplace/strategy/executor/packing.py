@@ -236,7 +236,7 @@ class Packer:
     def _make(self, draft: Draft) -> Frame:
         costed, places = self.costed, draft.places
         alike = alike_lanes(draft, costed.kind)
-        counts = tuple([one.first.microbatches for one in alike])
+        counts = tuple([one.microbatches for one in alike])
         actions, action_ptr = self._actions_of(draft, counts)
         devices = tuple([own for one in alike for own in one.devices])
         rooms = [np.unique(self._room[own], return_counts=True) for own in devices]

@@ -27,7 +27,7 @@ from rlplace.strategy.blocks.op_costs import OpCosts, slowest
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor import arrays as c
 from rlplace.strategy.executor.arrays import PlacedBlock
-from rlplace.strategy.executor.meshes import Lane, alike_lanes, borders, stage_actions
+from rlplace.strategy.executor.meshes import Lane, alike_lanes, borders, lane_of, stage_actions
 from rlplace.strategy.executor.packing import Packer, placed_blocks, received_bytes
 from rlplace.strategy.executor.rules import WHOLE
 from rlplace.strategy.executor.traffic import ClusterTraffic, table_s, tie_exchanges
@@ -254,7 +254,7 @@ class Expansion:
         """Returns all ops."""
         draft, build, resident, stands_for, update = self.draft, self.build, [], [], []
         for number, alike in enumerate(self.lanes):
-            lane = LaneBuild(self, number, alike.first)
+            lane = LaneBuild(self, number, lane_of(draft, alike.first))
             lane.run()
             for place in range(len(draft.places)):
                 resident.append(math.ceil(lane.resident_bytes(place)))

@@ -19,6 +19,7 @@ from rlplace.strategy.blocks.op_costs import OpCosts
 from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor.evaluate import DraftEvaluator, StepEvaluation
+from rlplace.strategy.executor.meshes import lane_of
 from rlplace.strategy.executor.packing import placed_blocks, received_bytes
 from rlplace.strategy.executor.traffic import ClusterTraffic
 from rlplace.strategy.op_level.expand import ExpandedDraft, Expansion, tasks_of
@@ -100,7 +101,8 @@ def memory_parts(
         expansion, fine = Expansion(one, costs, cluster, traffic, False), tasks_of(one, costs) <= MOST_TASKS
         moments = _at_peak(expansion.expanded()) if fine else None
         for number, alike in enumerate(expansion.lanes):
-            for place, blocks in enumerate(placed_blocks(one, alike.first, expansion.packer)):
+            lane = lane_of(one, alike.first)
+            for place, blocks in enumerate(placed_blocks(one, lane, expansion.packer)):
                 parts, own = dict.fromkeys(PARTS, 0), [blocks[block] for block in one.blocks_of(place)]
                 parts["weights"] = int(sum(block.held_weight_bytes for block in own))
                 parts["gradients"] = int(sum(block.held_gradient_bytes for block in own))
@@ -108,7 +110,7 @@ def memory_parts(
                 if one.places[place].tables > 1:
                     parts["tables"] = int(costs.held(*one.places[place].state).expert_bytes[2, [*one.blocks_of(place)]].sum())
                     parts["optimizer"] -= parts["tables"]
-                parts["buffers"] = int(received_bytes(one, alike.first, blocks, place))
+                parts["buffers"] = int(received_bytes(one, lane, blocks, place))
                 for name, size in (moments[number * len(one.places) + place] if moments else {}).items():
                     parts[name] += size
                 for device in alike.devices[place].tolist():

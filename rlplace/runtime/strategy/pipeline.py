@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import RESHARD, UNSHARD, PipelineScheduleSingle
 
 from rlplace.errors import InputError
 from rlplace.model.torch_adapter import pytree
@@ -234,6 +235,7 @@ class PipelineRun:
         with forward_autocast(self._place.device) as region, joined, self._running(recorded, passes, loss, region, weights):
             for buffers in self._buffers.values():
                 buffers.begin()
+            self._gather()
             self._schedules[key, len(passes)].step(target=target, losses=losses, return_outputs=False)
             for buffers in self._buffers.values():
                 buffers.end()
@@ -242,6 +244,16 @@ class PipelineRun:
             self._first_step = False
         total = torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._place.device)
         return torch.stack([total, torch.stack(weights).sum() if weights else torch.zeros_like(total)])
+
+    def _gather(self) -> None:
+        """Begins to gather the parameters of all stages of this process, which are there until their gradients are reduced.
+
+        What comes from host memory would be copied before the first op, and comes when it is needed.
+        """
+        for number, root in sorted(self._roots.items()):
+            for module in root.modules() if not self._pipeline.stages[number].offload else ():
+                if isinstance(module, FSDPModule):
+                    module.unshard(async_op=True)
 
     def evaluate(self, passes: Sequence[Pass]) -> list[tuple[Any, float]] | None:
         """Returns output and weight of every micro-batch on the process of the last stage; None elsewhere."""
@@ -350,6 +362,7 @@ class PipelineRun:
         runs = kind(stages, microbatches, loss_fn=lambda loss, target: loss.sum(), scale_grads=False)
         if not single:
             send_at_once(runs)
+            keep_gathered(runs)
         return runs
 
     def _name(self, microbatches: int) -> str:
@@ -369,3 +382,9 @@ def send_at_once(schedule: Any) -> None:
     }
     if order != schedule.pipeline_order:
         schedule._prepare_schedule_with_comms(order)
+
+
+def keep_gathered(schedule: Any) -> None:
+    """Leaves gathering to `PipelineRun`: torch has parameters of three stages at a time, and gathers others again (#193972)."""
+    schedule.register_custom_function(UNSHARD, lambda action, _: schedule.unsharded_stages.add(action.stage_index))
+    schedule.register_custom_function(RESHARD, lambda *_: None)

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 LLAMA = ("model.embed_tokens", *(f"model.layers.{n}" for n in range(4)), "model.norm", "lm_head")
 GPT2 = ("transformer.wte", "transformer.wpe", *(f"transformer.h.{n}" for n in range(4)), "transformer.ln_f", "lm_head")
+EIGHT = (LLAMA[0], *(f"model.layers.{n}" for n in range(8)), *LLAMA[5:])
 SHORT, SHORT_LLAMA = (*GPT2[:4], *GPT2[6:]), (*LLAMA[:3], *LLAMA[5:])
 T5 = (
     *("encoder.embed_tokens", "encoder.block.0", "encoder.block.1", "encoder.final_layer_norm"),
@@ -16,6 +17,7 @@ BLOCKS = {
     "own": OWN,
     "lent": LENT,
     "llama": LLAMA,
+    "eight": EIGHT,
     "frozen ends": LLAMA,
     **dict.fromkeys(("adapters", "adapters of columns", "packed"), tuple(f"base_model.model.{block}" for block in LLAMA)),
     "short llama": SHORT_LLAMA,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from rlplace.plan.strategy import Strategy
 from rlplace.runtime.state.whole import whole_tensor
+from rlplace.runtime.strategy.pipeline import StageModule
 from rlplace.runtime.strategy.run import prepare
 from tests.runtime import small_models
 
@@ -147,6 +150,7 @@ MODELS = {
     "grouped": lambda: decoder("llama", kv_heads=2),
     "phi": lambda: decoder("phi", resid_pdrop=0.0, embd_pdrop=0.0),
     "llama": lambda: small_models.llama(layers=4, kv_heads=4)[0],
+    "eight": lambda: small_models.llama(layers=8, kv_heads=4)[0],
     "gpt2": lambda: small_models.gpt2(n_layer=4, n_head=4)[0],
     "short": lambda: small_models.gpt2(n_head=4)[0],
     "t5": lambda: small_models.t5(layers=2, heads=4)[0],
@@ -200,6 +204,19 @@ def own_gradients(native):
     return {n: whole_tensor(p.grad) for n, p in native.named_parameters() if p.grad is not None}
 
 
+@contextlib.contextmanager
+def gathering():
+    """A list of what runs inside, in order: gathers of parameters, and forwards of stages."""
+    name, ran = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor", []
+    gather = getattr(dist, name)
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda module, _: ran.append("stage") if isinstance(module, StageModule) else None
+    )
+    with mock.patch.object(dist, name, lambda *args, **kwargs: ran.append("gather") or gather(*args, **kwargs)):
+        yield ran
+    hook.remove()
+
+
 def run_case(name, strategy, plain, steps=3):
     strategy = Strategy.from_dict(strategy)
     native = prepare(make(name), strategy, {k: v[: strategy.pipelines[0].microbatch[0]] for k, v in batch(name).items()})
@@ -213,7 +230,8 @@ def run_case(name, strategy, plain, steps=3):
             result["loss"] = abs(own.item() - value) / abs(value)
             result["missing"] = [n for n, p in native.named_parameters() if (p.grad is None) == p.requires_grad]
             result["grad"] = difference(own_gradients(native), gradients)
-            native.step(batch(name), loss)
+            with gathering() as result["ran"]:
+                native.step(batch(name), loss)
             result["twice"] = difference(own_gradients(native), gradients, 2)
             for parameter in filter(lambda parameter: parameter.requires_grad, native.parameters()):
                 parameter.grad.mul_(0.5)

@@ -33,7 +33,7 @@ CASES = {
     "unlike micro-batches": ("llama", flat("llama", {"shard": 4}, 1) | {"microbatches": [1, 3, 2, 2]}),
     "1f1b of four": ("gpt2", chain("gpt2", QUARTERS, "1f1b", microbatch=2, **ALONE)),
     "1f1b, unlike micro-batches": ("llama", chain("llama", HALVES, "1f1b", **SHARED) | {"microbatches": [5, 3]}),
-    "breadth first, shared": ("gpt2", chain("gpt2", LOOP, "looped_bfs", **SHARED)),
+    "breadth first, four stages each, shared": ("eight", chain("eight", HALVES * 4, "looped_bfs", **SHARED)),
     "1f1b, tied three times": ("t5", chain("t5", HALVES, "1f1b", **SHARED)),
     "interleaved, tied": ("gpt2", chain("gpt2", LOOP, "interleaved_1f1b", **SHARED)),
     "zero bubble in a loop, copies": ("llama", chain("llama", LOOP, "interleaved_zero_bubble", **COPIES)),
@@ -127,7 +127,7 @@ def results_of(quick):
 
 @pytest.mark.parametrize("case", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_equal(case):
-    model, results = CASES[case][0], results_of(case in QUICK)
+    (model, strategy), results = CASES[case], results_of(case in QUICK)
     names = set().union(*(result[case]["names"] for result in results))
     plain = native_worker.make(model)
     parameters = dict(plain.named_parameters(remove_duplicate=False))
@@ -138,6 +138,9 @@ def test_equal(case):
         assert not result[case]["missing"]
         assert result[case]["loss"] < 1e-13
         assert result[case]["grad"] < 1e-10
+        if "schedule" in strategy and all(one["sharding"] for one in strategy["stages"]):
+            assert result[case]["ran"] == sorted(result[case]["ran"])  # all is gathered once, before the first forward
+            assert result[case]["ran"][0] == "gather"
         assert result[case]["twice"] < 1e-10
         assert result[case]["norm"] < 1e-10
         assert result[case]["param"] < 1e-9

@@ -13,9 +13,8 @@ The same model on the same machine, 2,240 samples, is in arXiv 2104.04473, table
 of one or two samples (not stated), bf16, fused attention, and whole activations between the products, as Megatron had then.
 
 DeepSeek-V3 (arXiv 2412.19437): pipeline 16, experts over 64, sharded optimizer. Assumed: micro-batches of one. Unlike the run:
-bf16 for fp8, DualPipeV for DualPipe, no prediction of a second token, no limit on the hosts that a token's experts are on,
-exchange of experts not hidden, and queries of 128 elements for 192, since a capture has no fused backward of attention whose
-queries are wider than its values.
+bf16 for fp8, DualPipeV for DualPipe, no prediction of a second token, no limit on the hosts that a token's experts are on, and
+exchange of experts not hidden.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ MODELS = {
     "GPT 12L h512 a8": GPT % (512, 8, 12), "GPT-3 175B": GPT % (12288, 96, 96), "GPT-1.3B": GPT % (2048, 32, 24),
     "GPT-2.7B": GPT % (2560, 32, 32), "GPT-Neo-2.7B": GPT % (2560, 20, 32), "OPT-350M": GPT % (1024, 16, 24),
     "GPT-2 124M": GPT % (768, 12, 12), "GPT-2 1558M": GPT % (1600, 25, 48), "1.7B": LLAMA % (2048, 8192, 24, 32, 32, 49152),
-    "MT-NLG 530B": (GPT % (20480, 128, 105)).replace("50304", "51200"), "DeepSeek-V3": "hf:deepseek_v3,qk_nope_head_dim=64",
+    "MT-NLG 530B": (GPT % (20480, 128, 105)).replace("50304", "51200"), "DeepSeek-V3": "hf:deepseek_v3",
     "Qwen2.5-7B": LLAMA % (3584, 18944, 28, 28, 4, 152064), "Qwen2.5-1.5B": LLAMA % (1536, 8960, 28, 12, 2, 151936),
     "Nemotron-4-15B": "hf:nemotron,max_position_embeddings={seq},hidden_size=6144,intermediate_size=24576,num_hidden_layers=32,"
     "num_attention_heads=48,num_key_value_heads=8,vocab_size=256000",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rlplace.cost.scaled import FLASH_ATTENTION_2
+
 
 @dataclass(frozen=True)
 class Software:
@@ -39,9 +41,6 @@ class Software:
         return "compile" in words if self.compiles is None else self.compiles
 
 
-FLASH_ATTENTION_2 = 1.62
-"""Times as long as cuDNN on an H100, which torch runs since 2.10: causal forwards 335 for 539 TFLOP/s with 16,384 positions and
-319 for 518 with 4,096, backwards 322 for 516 (FlashAttention-3, figures 5 and 6, heads of 128)."""
 _HOPPER = ("h100", "h200", "gh200")
 _OLDER = {(kind, "attention"): FLASH_ATTENTION_2 for kind in _HOPPER}
 

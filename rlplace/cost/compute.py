@@ -32,7 +32,17 @@ from rlplace.cluster.presets import DeviceKind
 from rlplace.cost.calls import Calls, calls_of, op_codes, op_directions, op_launches, op_sizes
 from rlplace.cost.curve import BASES, DIMS, DIRECTIONS, Curve, Sizes, extrapolates
 from rlplace.cost.foreign import as_costs, modelled_seconds
-from rlplace.cost.scaled import base_name, datasheet_curve, emulated, find_curve, precision_of, seconds_on, tf32_classes
+from rlplace.cost.scaled import (
+    base_name,
+    datasheet_curve,
+    emulated,
+    find_curve,
+    precision_of,
+    seconds_on,
+    slower_attention,
+    tf32_classes,
+    unlike_widths,
+)
 from rlplace.cost.table import HOST_MODES, CostTable, Key, KindCosts
 from rlplace.errors import unknown_name
 from rlplace.model.graph.opgraph import OP_KINDS, UPDATE, OpGraph
@@ -193,7 +203,9 @@ def _call_seconds(
     basis = np.zeros(len(calls.op), dtype=np.int8)
     which = np.zeros(len(calls.op), dtype=np.int64)
     curves: list[Curve] = []
-    other = (calls.kind == OP_KINDS.index("conv")) & (calls.sizes["image"] <= 1)  # convolutions unlike those that were timed
+    conv, attention = (calls.kind == OP_KINDS.index(name) for name in ("conv", "attention"))
+    # Unlike those that were timed.
+    other = (conv & (calls.sizes["image"] <= 1)) | (attention & unlike_widths(kind, calls.sizes))
     group = ((2 * calls.kind + other) * len(DIRECTIONS) + calls.direction) * len(calls.dtypes) + calls.dtype
     order = np.argsort(group, kind="stable")
     values, starts = np.unique(group[order], return_index=True)
@@ -203,7 +215,9 @@ def _call_seconds(
         op = OP_KINDS[number // 2]
         precision = precision_of(kind, op, calls.dtypes[dtype], tf32)
         curve = find_curve(kind, table, op, precision, DIRECTIONS[direction])
-        if number % 2 and curve.residual is not None:
+        if number % 2 and op == "attention":
+            curve = slower_attention(curve, kind, calls.dtypes[dtype])
+        elif number % 2 and curve.residual is not None:
             curve = datasheet_curve(kind, op, precision, DIRECTIONS[direction])
         if curve.basis == "fitted" and calls.dtypes[dtype] not in (precision, "float32"):  # bytes carry over, timings do not
             curve = msgspec.structs.replace(

@@ -40,7 +40,10 @@ Precision = Literal["float64", "float32", "tf32", "float16", "bfloat16"]
 BASES: tuple[str, ...] = get_args(Basis)
 DIRECTIONS: tuple[str, ...] = get_args(Direction)
 
-DIMS = ("batch", "m", "n", "k", "heads", "queries", "keys", "width", "causal", "rows", "columns", "image", "flops", "bytes")
+DIMS = (
+    "batch", "m", "n", "k", "heads", "queries", "keys", "width", "value_width", "causal", "rows", "columns", "image", "flops",
+    "bytes",
+)  # fmt: skip
 """Names of sizes that may identify a measured shape. All but the last two are sizes in `OpGraph.op_dims`."""
 
 _Share = Annotated[float, Meta(ge=1e-6, le=1)]

@@ -91,6 +91,18 @@ HALF_PRECISION_PRODUCT_S = 2e-6
 SXM, from 9 us to 10 ms, many of them bound by memory, are off by 6 % with these and 0.8 of the peak; with 16 and 30 us those
 below 30 us came out 57 % too slow (github.com/waynehacking8/blackwell-tensorcore-kernels, results/reference/deepgemm.txt)."""
 
+FLASH_ATTENTION_2 = 1.62
+"""Times as long as cuDNN on an H100, which torch runs since 2.10: causal forwards 335 for 539 TFLOP/s with 16,384 positions and
+319 for 518 with 4,096, backwards 322 for 516 (FlashAttention-3, figures 5 and 6, heads of 128)."""
+
+MEMORY_EFFICIENT = 2.1
+"""Times as long as FlashAttention-2, of CUTLASS's kernels: a forward on an A100 with 8,096 positions and heads of 128 reaches
+108 TFLOP/s (github.com/facebookresearch/xformers, pull request 389) for 228 (FlashAttention-2); about twice as long on an A40,
+too (issue 1074). No backwards are published; they are taken to be as far behind."""
+
+_CUDNN = ("h100", "h200", "h800", "h20", "gh200", "b200", "b300", "gb200")
+_NOT_NVIDIA = ("mi300x", "mi325x", "mi355x", "gaudi3")
+
 
 def tf32_classes(graph: OpGraph) -> Collection[str]:
     """Returns classes whose float32 ops run in tf32, as PyTorch was set when the graph was captured."""
@@ -118,6 +130,31 @@ def emulated(curve: Curve, kind: DeviceKind, op: str, dtype: str) -> Curve:
     lacks = CLASSES[op].matrix and dtype in ("float16", "bfloat16") and dtype not in kind.peak_flops
     slower = msgspec.structs.replace(curve, compute_efficiency=EMULATED * curve.compute_efficiency)
     return slower if lacks and curve.basis == "scaled" else curve
+
+
+def unlike_widths(kind: DeviceKind, sizes: Sizes) -> NDArray[np.bool_]:
+    """Marks attention [N] that the usual kernel of a device does not take, for values of another width than queries.
+
+    FlashAttention takes no unlike widths. On Hopper and on large Blackwell devices cuDNN, which torch prefers there, takes 192
+    and 128, as DeepSeek-V3 has, and any up to 128 (pytorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    """
+    query, value = sizes["width"], sizes["value_width"]
+    taken = (np.maximum(query, value) <= 128) | ((query == 192) & (value == 128))
+    return (value > 1) & ~(taken & (base_name(kind.name) in _CUDNN))
+
+
+def slower_attention(curve: Curve, kind: DeviceKind, dtype: str) -> Curve:
+    """Returns the curve of attention that `unlike_widths` marks: torch's memory-efficient kernels run.
+
+    They run for all widths in float32 and on devices older than FlashAttention-2. AMD's library has one kernel for both.
+    """
+    name = base_name(kind.name)
+    usual = dtype not in ("float16", "bfloat16") or "bfloat16" not in kind.peak_flops or kind.host_processor
+    if usual or name in _NOT_NVIDIA or curve.basis == "calibrated":
+        return curve
+    times = MEMORY_EFFICIENT * (FLASH_ATTENTION_2 if name in _CUDNN else 1.0)
+    source = f"memory-efficient attention, {times:.1f} times as long: {curve.source}"
+    return msgspec.structs.replace(curve, compute_efficiency=curve.compute_efficiency / times, basis="scaled", source=source)
 
 
 def peak_of(kind: DeviceKind, precision: str) -> float:

@@ -116,7 +116,8 @@ def dims_of(name: str, args: Args) -> dict[str, int] | None:
 
     Matrix products: m, n, k and, for batched ones, batch. Convolutions of 3 x 3 with stride 1: those of the product that they
     are, and the width of the image, which decides what Winograd's tiles waste. Fused attention: batch, heads, queries, keys,
-    width and, where the causal half is skipped, causal = 1. Norms and softmax over their last dimensions: rows, columns.
+    width, that of the values where it is another, and causal = 1 where the causal half is skipped. Norms and softmax over
+    their last dimensions: rows, columns.
 
     Args:
         name: Op name without namespace and overload.
@@ -132,7 +133,7 @@ def dims_of(name: str, args: Args) -> dict[str, int] | None:
     if name in _ROWS:
         return _ROWS[name](args)
     if name.startswith("_scaled_dot_product") and "attention" in name:
-        return _attention(args, 1 if name.endswith("_backward") else 0)
+        return _attention(name, args)
     return None
 
 
@@ -181,16 +182,24 @@ def _winograd(args: Args) -> dict[str, int] | None:
     return {"m": int(inputs[0]) * height * width, "n": int(weight[0]), "k": 9 * int(weight[1]), "image": width}
 
 
-def _attention(args: Args, first: int) -> dict[str, int] | None:
-    query, key = args[first].shape, args[first + 1].shape
+def _attention(name: str, args: Args) -> dict[str, int] | None:
+    first = 1 if name.endswith("_backward") else 0
+    query, key, value = (argument.shape for argument in args[first : first + 3])
     if len(query) != 4:
         return None
     dims = {name: int(size) for name, size in zip(("batch", "heads", "queries", "width"), query, strict=True)}
     dims["keys"] = int(key[-2])
-    # The position of is_causal differs by kernel; it is the only argument that can be the value True.
-    if any(argument is True for argument in args[first + 3 :]):
+    if value[-1] != query[-1]:
+        dims["value_width"] = int(value[-1])
+    if True in args[_causal_at(name) : _causal_at(name) + 1]:
         dims["causal"] = 1
     return dims
+
+
+@functools.cache
+def _causal_at(name: str) -> int:
+    """Returns the position of `is_causal`, which differs by kernel, among the arguments of fused attention."""
+    return [argument.name for argument in getattr(torch.ops.aten, name).default._schema.arguments].index("is_causal")
 
 
 def _rows(tensor: Any, columns: int) -> dict[str, int] | None:

@@ -289,3 +289,21 @@ def test_attention_under_a_mask_of_positions_is_priced_as_causal():
     assert times.device_s[op] < 0.65 * full.device_s[op]
     others = np.delete(np.arange(graph.num_ops), op)
     assert (times.device_s[others] <= full.device_s[others]).all()
+
+
+def test_attention_of_unlike_widths_takes_the_kernel_that_torch_runs():
+    def seconds(kind, query, value, dtype="bfloat16"):
+        builder = GraphBuilder()
+        builder.op("a", [builder.input(64)], 64, kind="attention", flops=1e12)
+        sizes = {"batch": 1, "heads": 128, "queries": 4096, "keys": 4096, "width": query}
+        dims = {0: sizes | ({} if query == value else {"value_width": value})}
+        built = builder.build()
+        graph = dataclasses.replace(built, op_dims=dims, op_dtype=(dtype,) * built.num_ops)
+        return explain_times(graph, KINDS[kind]).device_s[0]
+
+    a100 = seconds("a100-80g", 128, 128)
+    assert seconds("a100-80g", 192, 128) == pytest.approx(2.1 * a100, rel=0.05)  # the memory-efficient one of CUTLASS
+    assert seconds("h100", 192, 128) == seconds("h100", 96, 64) == seconds("h100", 128, 128)  # cuDNN
+    assert seconds("h100", 256, 128) == pytest.approx(2.1 * 1.62 * seconds("h100", 128, 128), rel=0.05)
+    for kind, dtype in (("a100-80g", "float32"), ("v100", "float16"), ("mi300x", "bfloat16")):  # one kernel for all widths
+        assert seconds(kind, 192, 128, dtype) == seconds(kind, 128, 128, dtype)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from rlplace.model.capture.capture import capture
 from rlplace.model.capture.export import export_training_graph
@@ -131,6 +132,43 @@ def test_attention_with_dropout_and_mask_stays_fused():
             assert graph.tensor_bytes.max() < 2 * 4 * 128 * 128 * 4
             assert graph.op_temporary_bytes.max() < 2 * 4 * 128 * 128 * 4
         assert plain.op_flops.sum() == dropped.op_flops.sum()
+
+
+class Latent(nn.Module):
+    """Attention of 4 heads whose queries are wider than their values, with as many or half as many heads of keys and values."""
+
+    def __init__(self, causal, shared):
+        super().__init__()
+        self.causal, self.shared = causal, shared
+        self.query, self.rest = nn.Linear(64, 4 * 24), nn.Linear(64, (4 // shared) * (24 + 16))
+
+    def forward(self, x, mask=None):
+        query = self.query(x).unflatten(-1, (4, 24)).transpose(1, 2)
+        key, value = self.rest(x).unflatten(-1, (4 // self.shared, 40)).transpose(1, 2).split((24, 16), -1)
+        out = functional.scaled_dot_product_attention(query, key, value, mask, 0.1, self.causal, enable_gqa=self.shared > 1)
+        return out.square().sum()
+
+
+@pytest.mark.parametrize("method", ["export", "dispatch"])
+@pytest.mark.parametrize("causal, shared, masked", [(True, 1, False), (False, 2, False), (False, 1, True)])
+def test_attention_with_narrower_values_is_one_op_each_way(method, causal, shared, masked):
+    inputs = (torch.empty(2, 128, 64), *([torch.ones(128, 128, dtype=torch.bool)] if masked else []))
+    graph = capture(Latent(causal, shared), inputs, method=method)
+    shapes = [(2, 4, 128, width) for width in (24, 24, 16)]
+    counted = {FORWARD: sdpa_flop_count(*shapes), BACKWARD: sdpa_backward_flop_count(shapes[2], *shapes)}
+    for phase, wanted in counted.items():
+        ops = [i for i, kind in enumerate(graph.op_kind) if kind == "attention" and graph.op_phase[i] == phase]
+        assert len(ops) == 1 and graph.op_flops[ops[0]] == pytest.approx(wanted, rel=0.01 if masked else 0)
+        assert not any(graph.op_flops[i] for i, kind in enumerate(graph.op_kind) if kind in ("bmm", "softmax"))
+        found = graph.op_dims[ops[0]]
+        assert (found["width"], found["value_width"], "causal" in found) == (24, 16, causal)
+    scores = 2 * 4 * 128 * 128 * 4
+    assert max(graph.tensor_bytes.max(), graph.op_temporary_bytes.max()) < scores
+
+
+def test_attention_with_narrower_values_is_cast_by_autocast():
+    graph = capture(Latent(True, 1), torch.empty(2, 128, 64), autocast="bf16")
+    assert {graph.op_dtype[i] for i, kind in enumerate(graph.op_kind) if kind == "attention"} == {"bfloat16"}
 
 
 def test_dropout_saves_a_byte_per_element():

@@ -273,6 +273,7 @@ RULES: dict[str, Rule] = {
     "linear": _linear, "mm": _matmul, "addmm": _addmm, "matmul": _matmul, "bmm": _matmul, "baddbmm": _baddbmm,
     "scaled_dot_product_attention": _attention, "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention": _attention, "_scaled_dot_product_efficient_attention": _attention,
+    "_scaled_dot_product_cudnn_attention": _attention,
     "conv1d": _convolution, "conv2d": _convolution, "conv3d": _convolution, "convolution": _convolution,
     "max_pool2d": _pool, "avg_pool2d": _pool, "adaptive_avg_pool2d": _pool, "max_pool2d_with_indices": _pool,
     "max_pool1d": _pool, "avg_pool1d": _pool, "adaptive_max_pool2d": _pool,

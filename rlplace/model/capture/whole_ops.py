@@ -242,9 +242,25 @@ class FullLengths:
         return steps.transpose(0, 1) if batch_first else steps, sizes.new_empty((samples,))
 
 
-def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **named: Any) -> Any:
-    """Runs attention without its dropout, which costs nothing: the fused kernels draw it on the fly."""
-    return torch.ops.aten.scaled_dot_product_attention.default(query, key, value, attn_mask, 0.0, *rest, **named)
+def attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **named: Any
+) -> Any:
+    """Runs attention without its dropout, which costs nothing: the fused kernels draw it on the fly.
+
+    Values of another width than queries, as in multi-head latent attention, have no fused kernel on processors, but on
+    accelerators (`rlplace.cost.scaled.slower_attention`), for widths that 8 divides.
+    """
+    aten, widths = torch.ops.aten, (query.shape[-1], value.shape[-1])
+    plain = query.dim() != 4 or query.shape[-1] != key.shape[-1] or (attn_mask is not None and attn_mask.requires_grad)
+    if plain or widths[0] == widths[1] or any(width % 8 for width in widths):
+        return aten.scaled_dot_product_attention.default(query, key, value, attn_mask, 0.0, is_causal, **named)
+    if torch.is_autocast_enabled("cpu"):
+        low, operands = torch.get_autocast_dtype("cpu"), (query, key, value, attn_mask)
+        query, key, value, attn_mask = (one if one is None or one.dtype != torch.float32 else one.to(low) for one in operands)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)
+    fused = aten._scaled_dot_product_cudnn_attention.default
+    return fused(query, key, value, attn_mask, True, 0.0, is_causal, scale=named.get("scale"))[0]
 
 
 def dropout(inputs: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:

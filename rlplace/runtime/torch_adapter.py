@@ -111,11 +111,12 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, scal
     Args:
         query: [samples, heads, positions, width]; causal: two runs, one from each half of the sequence.
         key: Its heads divide those of the queries.
-        value: As `key`.
+        value: As `key`, of any width.
         causal: Whether positions see none after them.
         scale: Of the products; None takes the width's.
         group: The processes, in the order of their parts.
     """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     made: Tensor = _Ring.apply(query, key, value, causal, scale, group)  # type: ignore[no-untyped-call]
     return made
 
@@ -164,13 +165,24 @@ def _kernels(query: Tensor) -> tuple[Any, Any]:
 
 
 def _on_shared(kernel: Any, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Any:
-    """Calls a kernel with heads of keys and values repeated for the queries that share them."""
-    return kernel(query, _for_all(query, key), _for_all(query, value), **how)
+    """Calls a kernel with heads of keys and values repeated for the queries that share them, and all as wide as the widest."""
+    out, *rest = kernel(*_of_one_width(query, _for_all(query, key), _for_all(query, value)), **how)
+    return out[..., : value.shape[-1]], *rest
 
 
-def _behind_shared(kernel: Any, *, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Any:
-    grads = kernel(query=query, key=_for_all(query, key), value=_for_all(query, value), **how)
-    return grads[0], *(one.unflatten(1, (key.shape[1], -1)).sum(2) for one in grads[1:3])
+def _behind_shared(kernel: Any, *, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, **how: Any) -> Any:
+    names, own = ("query", "key", "value", "grad_out", "out"), (query, key, value)
+    wide = _of_one_width(query, _for_all(query, key), _for_all(query, value), grad_out, out)
+    grads = kernel(**dict(zip(names, wide, strict=True)), **how)
+    narrow = [grad[..., : one.shape[-1]] for grad, one in zip(grads, own, strict=False)]
+    return narrow[0], *(grad.unflatten(1, (key.shape[1], -1)).sum(2) for grad in narrow[1:])
+
+
+def _of_one_width(*tensors: Tensor) -> list[Tensor]:
+    """Returns the tensors with zeros up to the widest: the kernels of a ring take no values of another width than queries."""
+    width = max(tensor.shape[-1] for tensor in tensors)
+    missing = [width - tensor.shape[-1] for tensor in tensors]
+    return [nn.functional.pad(tensor, (0, less)) if less else tensor for tensor, less in zip(tensors, missing, strict=True)]
 
 
 def _for_all(query: Tensor, shared: Tensor) -> Tensor:

@@ -199,6 +199,20 @@ def test_keys_that_queries_share_travel_once() -> None:
         assert (heads.collective_bytes[:, CONTEXT_ALL_TO_ALL, LAYER] == 2 * 4 / tensor * head / 2 + 2 * head).all()
 
 
+def test_keys_and_values_of_unlike_widths_travel_by_theirs() -> None:
+    """Of latent attention one tensor holds the values and parts of the keys, which are written into another in place."""
+    sizes = "num_hidden_layers=1,hidden_size=32,intermediate_size=64,num_attention_heads=4,num_key_value_heads=4"
+    latent = "first_k_dense_replace=1,kv_lora_rank=8,q_lora_rank=8,qk_nope_head_dim=16,qk_rope_head_dim=8,v_head_dim=16"
+    loaded = load_model(f"hf:deepseek_v3,{sizes},{latent}", batch=2, seq=16)
+    blocks = PricedBlocks(capture(loaded.module, loaded.example_inputs, loss=loaded.loss), "h100:8")
+    width = 2 * 16 * 4 * 4  # samples, positions, heads, floats
+    for tensor in (1, 2):
+        ring, heads = (blocks.passes(0, Cut(2, tensor, context=2, context_method=way)) for way in ("ring", "heads"))
+        both = (24 + 16) * width / tensor
+        assert ring.collective_bytes[:, RINGS, LAYER].tolist() == [[both, 0], [both, both]]
+        assert (heads.collective_bytes[:, CONTEXT_ALL_TO_ALL, LAYER] == 2 * both / 2).all()
+
+
 def test_both_groups_divide_what_both_cut() -> None:
     blocks = PricedBlocks(captured("bert"), "h100:8", captured("bert", 8))
     both, tensor = blocks.passes(0, Cut(4, 2, True, 2)), blocks.passes(0, Cut(4, 2, True))

@@ -11,6 +11,7 @@ dimensions along the sequence (`rlplace.strategy.layouts.forward_ops`).
 from __future__ import annotations
 
 from collections import defaultdict
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,19 +141,21 @@ def hidden_s(graph: OpGraph, layout: TensorLayout, seconds: Floats) -> dict[tupl
 def _exchanges(ops: ForwardOps, op: int, cut: Cut) -> list[LayoutCollective]:
     """Returns the collectives of a context group for an attention."""
     graph, rows = ops.graph, set(_rows(ops, op))
+    before = graph.edge_tensor[graph.consumers == op]
+    writers = graph.tensor_producer[before[graph.tensor_bytes[before] == 0]].tolist()
     queries: list[int] = []
     keys: list[int] = []
     for tensor in ops.reads[op]:
         names = ops.names(op, tensor) or ()
         along = [name for axis, name in enumerate(names) if ops.runs_along(tensor, axis) == ROW]
-        maker = int(graph.tensor_producer[tensor])
-        if along and maker >= 0 and ops.with_gradient[maker]:
+        makers = [int(graph.tensor_producer[tensor]), *(writer for writer in writers if tensor in ops.reads[writer])]
+        if along and any(maker >= 0 and ops.with_gradient[maker] for maker in makers):
             (queries if rows.intersection(along) else keys).append(tensor)
     made = max(ops.makes[op], key=lambda tensor: int(graph.tensor_bytes[tensor]))
     if not queries:  # all three are parts of one tensor: each is as large as what is made
         queries, keys = [made], [made, made]
     heads = graph.op_dims.get(op, {}).get("heads", 1)
-    sent = [max(cut.tensor / heads, _shared(graph, op, key)) for key in keys]  # at least one head
+    sent = [max(cut.tensor / heads, _shared(graph, op, key)) * _read(graph, op, key) for key in keys]  # at least one head
     ahead, behind = FORWARD_PASS, BACKWARD_PASS
     gathers = (ahead, CONTEXT_GATHER), (behind, CONTEXT_SCATTER)
     moves = [(key, when, kind, times) for key, times in zip(keys, sent, strict=True) for when, kind in gathers]
@@ -180,6 +183,17 @@ def _shared(graph: OpGraph, op: int, tensor: int) -> float:
     read = graph.edge_tensor[graph.consumers == maker]
     repeats = graph.op_kind[maker] == "copy" and len(read) == 1 and bool(graph.op_dims.get(op, {}).get("causal"))
     return min(1.0, float(graph.tensor_bytes[read[0]] / graph.tensor_bytes[tensor])) if repeats else 1.0
+
+
+def _read(graph: OpGraph, op: int, tensor: int) -> float:
+    """Returns the part of a tensor that attention reads as keys or values: one tensor may hold values and parts of keys."""
+    space, dims = graph.traced.accesses.get(op) if graph.traced else None, graph.op_dims.get(op, {})
+    if graph.traced is None or space is None or "width" not in dims:
+        return 1.0
+    storage, widths = graph.traced.rows[tensor][0], (dims["width"], dims.get("value_width", dims["width"]))
+    own = [(use, width) for use, width in zip(space.uses[2:4], widths, strict=False) if use.storage == storage]
+    read = sum(dims["keys"] * width * prod(size for _, size, _ in use.runs) for use, width in own)
+    return min(1.0, read / own[0][0].elements) if own else 1.0
 
 
 def _attention(ops: ForwardOps) -> list[int]:

@@ -39,6 +39,11 @@ def causal(module):
     return module
 
 
+LATENT = {
+    "first_k_dense_replace": 2, "q_lora_rank": 8, "kv_lora_rank": 8,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
+
 MODELS = {
     "llama": lambda: causal(small_models.llama(layers=2)[0]),
     "gpt2": lambda: causal(small_models.gpt2(n_head=4)[0]),
@@ -46,6 +51,7 @@ MODELS = {
     "bert": lambda: small_models.bert(layers=2)[0],
     "bare bert": lambda: small_models.bert(layers=2)[0],
     "bare qwen3": lambda: causal(decoder("qwen3", 2, head_dim=8)),
+    "bare latent": lambda: causal(decoder("deepseek_v3", **LATENT)),
     "bare llama": lambda: causal(small_models.llama(layers=2)[0]),
 }
 
@@ -100,6 +106,7 @@ CASES = {
     "a ring of shares, full attention": ("bare bert", plan({"shard": 2, "context": 2}, 1, microbatches=2, method="ring")),
     "a ring of tensor groups": ("bare llama", plan({"context": 2, "tensor": 2}, recompute="full", method="ring")),
     "a ring, shared keys": ("bare llama", plan({"replicate": 2, "context": 2}, method="ring")),
+    "a ring of values narrower than queries": ("bare latent", plan({"context": 4}, recompute="full", method="ring")),
     "stages, padded": ("llama", plan({"context": 2}, microbatches=4, schedule="1f1b")),
     "stages, shares of parts beside copies": ("gpt2", plan({"context": 2}, (1, 0), microbatches=4, schedule="1f1b")),
     "stages, recomputed": ("gpt2", plan({"context": 2}, microbatches=4, recompute="full", schedule="gpipe")),
@@ -172,7 +179,7 @@ def test_parts_of_the_positions_train_as_the_plain_model():
                 "parameters": difference(parameters, expected[2]), "logits": float((logits - expected[3]).abs().max()),
             }  # fmt: skip
             # Norms of llama compute in single precision, and gradients that counts of targets scale round otherwise there.
-            limit = 1e-5 if CASES[case][0] in ("llama", "mixtral", "bare llama", "bare qwen3") else 1e-8
+            limit = 1e-5 if CASES[case][0] in ("llama", "mixtral", "bare llama", "bare qwen3", "bare latent") else 1e-8
             assert max(figures.values()) < limit, (case, figures)
 
 

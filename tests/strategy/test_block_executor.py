@@ -15,6 +15,7 @@ from rlplace.errors import InputError
 from rlplace.plan.schedule import SCHEDULES
 from rlplace.strategy.costs import Cut
 from rlplace.strategy.drafts import Draft, Mesh, joined, plain_draft
+from rlplace.strategy.executor.ahead import gather_ahead
 from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.executor.meshes import Groups, copy_groups, lanes, share_groups, tensor_groups
 from rlplace.strategy.executor.traffic import SIZES, ClusterTraffic, table_s
@@ -171,6 +172,37 @@ def test_gathers_hide_behind_the_block_before():
         seconds += max(gather, compute + (COMPUTE_SLOWDOWN - 1) * min(compute, gather))
     result = DraftEvaluator(costs, cluster).evaluate(plain(5, place))
     assert result.parts["gather"] == pytest.approx(seconds - float(passes.forward_s.sum()), rel=2e-2)
+
+
+SLOWER = COMPUTE_SLOWDOWN - 1
+
+
+def test_gathers_of_all_chunks_begin_with_the_step():
+    """Gathers of three seconds and forwards of one on two places with two chunks each: one after the other they would take 16.
+
+    The first forward is beside the gather of the place's second chunk for its whole second, as is the next one on the other
+    place; the third waits for that gather until 6, the fourth has its parameters.
+    """
+    draft = plain_draft((0, 1, 2, 3, 4), [Mesh((0,)), Mesh((1,))], (0, 1, 0, 1), schedule="looped_bfs")
+    found = gather_ahead(draft, [[(3.0, 1.0, 0.0)] * 4] * 2, [0.0, 0.0])
+    assert [one.ends_s for one in found] == [(3.0,), (3.0,), (6.0,), (6.0,)]
+    assert [one.ready_s for one in found] == [3.0, 3.0, 6.0, 6.0]
+    assert [one.left_s for one in found] == pytest.approx([3.0, 2.0 - SLOWER, 0.0, 0.0])
+    assert [found[0].moving_s(number, 1.0) for number in range(5)] == [3.0, 2.0, 1.0, 0.0, 0.0]
+    late = gather_ahead(dataclasses.replace(draft, offload=bytes([0, 0, 2, 0])), [[(3.0, 1.0, 0.0)] * 4] * 2, [0.0, 0.0])
+    assert [one.late for one in late] == [True, False] * 2 and [one.ready_s for one in late] == [0.0, 3.0, 0.0, 6.0]
+
+
+def test_blocks_wait_for_their_own_gathers_which_collectives_inside_blocks_delay():
+    """Two blocks of a second of ops and one of collectives, gathered in two seconds each; they share a channel.
+
+    The second gather runs from 2 to 5. Three seconds of traffic over four of blocks hold collectives up by 1.5.
+    """
+    draft = plain_draft((0, 2, 4), [Mesh((0,)), Mesh((1,))], schedule="1f1b")
+    first, second = gather_ahead(draft, [[(2.0, 1.0, 1.0)] * 4] * 2, [1.0, 1.0])
+    assert first.ends_s == (2.0, 5.0) and first.left_s == 3.0
+    assert first.ready_s == pytest.approx(5.0 - (1.0 + SLOWER + 1.0 * (2.0 + 1.5) / 2.0))
+    assert second.ends_s == (2.0, 4.0) and second.left_s == 0.0  # which are there before anything comes
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -250,8 +251,8 @@ class PipelineRun:
 
         What comes from host memory would be copied before the first op, and comes when it is needed.
         """
-        for number, root in sorted(self._roots.items()):
-            for module in root.modules() if not self._pipeline.stages[number].offload else ():
+        if not any(self._pipeline.stages[number].offload for number in self._roots):
+            for module in chain(*(root.modules() for _, root in sorted(self._roots.items()))):
                 if isinstance(module, FSDPModule):
                     module.unshard(async_op=True)
 

@@ -23,13 +23,18 @@ STAMP = stamp_of(c, costs, rules, traffic, k, sys.modules[__name__])
 
 
 @inner
-def seconds_of(y, s, kind, first):
-    """Returns seconds of ops, of collectives inside blocks, and of gathers of an action."""
-    if kind == c.DO_F:
-        return y[s, k.FORWARD_C], y[s, k.FORWARD_T], y[s, k.FIRST_GATHER_S] if first else 0.0
+def seconds_of(y, s, kind, n):
+    """Returns seconds of ops, of collectives inside blocks, and by which gathers prolong an action of micro-batch `n`."""
     if kind == c.DO_W:
         return y[s, k.WEIGHT_C], y[s, k.WEIGHT_T], 0.0
-    return y[s, k.INPUT_C if kind == c.DO_I else k.BACKWARD_C], y[s, k.BACKWARD_T], 0.0
+    if kind != c.DO_F:
+        return y[s, k.INPUT_C if kind == c.DO_I else k.BACKWARD_C], y[s, k.BACKWARD_T], 0.0
+    compute, tensor = y[s, k.FORWARD_C], y[s, k.FORWARD_T]
+    moving, late = y[s, k.LEFT_S] - n * (compute + tensor), y[s, k.LATE_S] if n == 0 else 0.0
+    if moving <= 0.0:
+        return compute, tensor, late
+    held_up = k.at_once_s(y[s, k.MEETS], compute, tensor, moving)
+    return compute, tensor, late + k.slowed_s(compute, tensor, moving, held_up) - compute - tensor
 
 
 @inner
@@ -45,7 +50,9 @@ def next_end(y, actions, a, end, arrived, first, stages, idle_s):
         ready = arrived[1, first + s, n]
     if ready < 0.0:
         return np.inf
-    compute, tensor, gather = seconds_of(y, first + s, kind, n == 0)
+    if kind == c.DO_F and n == 0:
+        ready = max(ready, y[first + s, k.READY_S])
+    compute, tensor, gather = seconds_of(y, first + s, kind, n)
     return max(idle_s, ready) + (compute + tensor + gather)
 
 
@@ -95,15 +102,18 @@ def pipeline(y, works, busy, leaving, rows, frame, bounds):
         s, kind, n = actions[position[p], 0], actions[position[p], 1], actions[position[p], 2]
         lane = p // places
         at = lane * stages + s
-        compute, tensor, gather = seconds_of(y, at, kind, n == 0)
+        compute, tensor, gather = seconds_of(y, at, kind, n)
         forward, backward = kind == c.DO_F, kind == c.DO_B or kind == c.DO_I
         if (forward and s > 0) or (backward and s < stages - 1):
             way = 0 if forward else 1
             works[p, c.HAND_OVER] += min(max(0.0, arrived[way, at, n] - works[p, c.END]), travelled[way, at, n])
+        waits = 0.0
+        if forward and n == 0:
+            waits = max(0.0, y[at, k.READY_S] - max(works[p, c.END], arrived[0, at, n] if s > 0 else 0.0))
         works[p, c.COMPUTE] += compute
         works[p, c.TENSOR] += tensor
-        works[p, c.GATHER] += gather
-        busy[at] += compute + tensor + gather
+        works[p, c.GATHER] += gather + waits
+        busy[at] += compute + tensor + gather + waits
         starts = now if forward else now - (compute + tensor + gather)
         while first_gone[p] < last_gone[p] and gone_at[first_gone[p]] <= starts:
             on_way[p] -= gone_bytes[first_gone[p]]
@@ -277,6 +287,8 @@ def _compile(stamp):
                 used[lane, p] += y[first + s, k.STATIC_BYTES]
                 if stages == 1:
                     used[lane, 0] += k.single_stage(x, y[lane:], works[lane], busy[lane:], blocks, at)
+            if stages > 1:
+                k.gather_ahead(x, y[first:], frame, chosen)
         if stages > 1:
             ended = pipeline(y, works, busy, leaving, rows, frame, bounds)
         for lane in range(lanes):

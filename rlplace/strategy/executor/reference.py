@@ -13,6 +13,7 @@ from rlplace.cluster import Cluster
 from rlplace.plan.actions import Action
 from rlplace.strategy.costs import BACKWARD_PASS, FORWARD_PASS, STAGE_END, WITH_GRADIENTS, BlockCosts
 from rlplace.strategy.drafts import Draft
+from rlplace.strategy.executor.ahead import gather_ahead
 from rlplace.strategy.executor.evaluate import PARTS, StepEvaluation, bytes_over, side_by_side, starting
 from rlplace.strategy.executor.meshes import Lane, borders, check_draft, copy_groups, lanes, stage_actions
 from rlplace.strategy.executor.reference_blocks import (
@@ -124,6 +125,10 @@ def pipeline(
         [own[place][blocks.start : blocks.stop] for place, blocks in zip(draft.place_of_stage, ranges, strict=True)]
         for own in rows
     ]
+    ahead = []
+    for by_place in rows:
+        times = [[(b.gather_s, b.compute_s[FORWARD_PASS], b.tensor_s[FORWARD_PASS]) for b in row] for row in by_place]
+        ahead.append(gather_ahead(draft, times, [row[0].meets_blocks for row in by_place]))
     waiting = [[deque(actions) for actions in stage_actions(draft, lane.microbatches)] for lane in together]
     works = [[PlaceWork() for _ in places] for _ in together]
     busy = [[0.0] * draft.stages for _ in together]
@@ -142,6 +147,13 @@ def pipeline(
         if action.kind in "BI" and action.stage < draft.stages - 1:
             return arrived.get((lane, action.stage, "B", action.microbatch))
         return 0.0, 0.0
+
+    def action_of(lane: int, action: Action) -> tuple[tuple[float, float, float], float]:
+        """Returns the seconds of an action, and the time before which it does not start, as its parameters are not there."""
+        stage, kind, microbatch = action
+        own = ahead[lane][stage]
+        late_s = own.ready_s if kind == "F" and microbatch == 0 else 0.0
+        return stage_action(stages[lane][stage], kind, microbatch, own), late_s
 
     def send(lane: int, source: int, target: int, way: str, microbatch: int, size: float, now: float) -> None:
         here, there = draft.place_of_stage[source], draft.place_of_stage[target]
@@ -162,9 +174,8 @@ def pipeline(
         for lane, place in going:
             left = waiting[lane][place]
             if left and (came := awaited(lane, left[0])) is not None:
-                stage, kind, microbatch = left[0]
-                took = sum(stage_action(stages[lane][stage], kind, microbatch == 0))
-                ends.append((max(works[lane][place].end_s, came[0]) + took, lane, place))
+                took, late_s = action_of(lane, left[0])
+                ends.append((max(works[lane][place].end_s, came[0], late_s) + sum(took), lane, place))
         now, lane, place = min(ends, default=(math.inf, 0, 0))
         if now == math.inf:
             break
@@ -172,15 +183,16 @@ def pipeline(
         stage, kind, microbatch = action
         ready, travelled = awaited(lane, action) or (0.0, 0.0)
         work.hand_over += min(max(0.0, ready - work.end_s), travelled)
-        compute, tensor, gather = stage_action(stages[lane][stage], kind, microbatch == 0)
+        (compute, tensor, gather), late_s = action_of(lane, action)
+        waits = max(0.0, late_s - max(work.end_s, ready))
         gone = going[lane, place]
         while gone and gone[0][0] <= (now if kind == "F" else now - (compute + tensor + gather)):
             gone.popleft()
         leaving[lane][place].append(sum(size for _, size in gone))
         work.compute += compute
         work.tensor += tensor
-        work.gather += gather
-        busy[lane][stage] += compute + tensor + gather
+        work.gather += gather + waits
+        busy[lane][stage] += compute + tensor + gather + waits
         if kind == "F" and stage < draft.stages - 1:
             send(lane, stage, stage + 1, "F", microbatch, stages[lane][stage][-1].sent_bytes, now)
         if kind in "BI" and stage > 0:

@@ -22,6 +22,7 @@ from rlplace.strategy.costs import (
     kind_numbers,
 )
 from rlplace.strategy.drafts import Draft, Mesh
+from rlplace.strategy.executor.ahead import Ahead
 from rlplace.strategy.executor.meshes import (
     Groups,
     Lane,
@@ -340,8 +341,8 @@ def single_stage(blocks: Sequence[ReferenceBlock], microbatches: int, all_reduce
     return work
 
 
-def stage_action(blocks: Sequence[ReferenceBlock], kind: str, first: bool) -> tuple[float, float, float]:
-    """Returns seconds of ops, of collectives inside blocks, and of exposed gathers, of an action of a pipeline."""
+def stage_action(blocks: Sequence[ReferenceBlock], kind: str, microbatch: int, ahead: Ahead) -> tuple[float, float, float]:
+    """Returns seconds of ops, of collectives inside blocks, and by which gathers prolong an action of a pipeline."""
     if kind == "F":
         pieces = [(block.compute_s[FORWARD_PASS], block.tensor_s[FORWARD_PASS]) for block in blocks]
     elif kind == "W":
@@ -350,5 +351,9 @@ def stage_action(blocks: Sequence[ReferenceBlock], kind: str, first: bool) -> tu
         later = [block.weight_s if kind == "I" else 0.0 for block in blocks]
         pieces = [(b.compute_s[BACKWARD_PASS] - s, b.tensor_s[BACKWARD_PASS]) for b, s in zip(blocks, later, strict=True)]
     compute, tensor = (sum(column) for column in zip(*pieces, strict=True))
-    gather = max(0.0, forward_s(blocks, True) - compute - tensor) if kind == "F" and first else 0.0
-    return compute, tensor, gather
+    if kind != "F":
+        return compute, tensor, 0.0
+    late = max(0.0, forward_s(blocks, True) - compute - tensor) if microbatch == 0 and ahead.late else 0.0
+    moving = ahead.moving_s(microbatch, compute + tensor)
+    held_up = at_once_s(blocks[0].meets_blocks, compute, tensor, moving)
+    return compute, tensor, late + slowed_s(compute, tensor, moving, held_up) - compute - tensor

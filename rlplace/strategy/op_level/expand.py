@@ -26,6 +26,7 @@ from rlplace.problem import Problem
 from rlplace.strategy.blocks.op_costs import OpCosts, slowest
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor import arrays as c
+from rlplace.strategy.executor.ahead import Ahead, gather_ahead
 from rlplace.strategy.executor.arrays import PlacedBlock
 from rlplace.strategy.executor.meshes import Lane, alike_lanes, borders, lane_of, stage_actions
 from rlplace.strategy.executor.packing import Packer, placed_blocks, received_bytes
@@ -33,7 +34,7 @@ from rlplace.strategy.executor.rules import WHOLE
 from rlplace.strategy.executor.traffic import ClusterTraffic, table_s, tie_exchanges
 from rlplace.strategy.op_level.expand_pass import PassBuild
 from rlplace.strategy.op_level.stage_ops import PassLifetimes, StageOps
-from rlplace.strategy.op_level.step_build import SEND, TIE, UPDATE_RUN, DeviceRun, Exchange, StepBuild
+from rlplace.strategy.op_level.step_build import GATHER, SEND, TIE, UPDATE_RUN, DeviceRun, Exchange, StepBuild
 
 
 class LaneBuild:
@@ -57,6 +58,8 @@ class LaneBuild:
             self.collective_s.append(
                 [max(0.0, table_s(tables[numbers[item.kind]], item.size_bytes) - item.hidden_s) for item in passed.collectives]
             )
+        self.ahead: list[Ahead] = []
+        self.gathers: dict[int, int] = {}  # the op that gathers a block ahead
         self.left = [lane.microbatches] * draft.stages
         self.arrived: dict[tuple[int, str, int], int] = {}  # input of a stage: the op that sends it
         self.forward: dict[tuple[int, int], int] = {}  # first op of a forward
@@ -73,8 +76,22 @@ class LaneBuild:
         total = sum(rows[block].static_bytes for block in self.draft.blocks_of(place))
         return total + received_bytes(self.draft, self.lane, rows, place)
 
+    def _gather_all(self) -> None:
+        """Adds the gathers of a pipeline that begin with the step, one after another on each place."""
+        rows, last = self.rows, [(-1, 0.0)] * len(self.draft.places)
+        times = [[(row.gather_s, row.forward_s, row.forward_tensor_s) for row in own] for own in rows]
+        self.ahead = gather_ahead(self.draft, times, [meets for meets, _ in self.meets])
+        for ahead, place, inside in zip(self.ahead, self.draft.place_of_stage, self.whole.ranges, strict=True):
+            for block, end_s in zip(inside, ahead.ends_s, strict=True):
+                if rows[place][block].gather_s > 0.0 and not ahead.late:
+                    before, start_s = last[place]
+                    op = self.gather(place, block, "F0", "F", [before], end_s - start_s)
+                    self.gathers[block], last[place] = op, (op, end_s)
+
     def run(self) -> None:
         """Adds every place's actions, always one whose input another action has sent."""
+        if self.draft.stages > 1:
+            self._gather_all()
         waiting = [list(reversed(actions)) for actions in stage_actions(self.draft, self.lane.microbatches)]
         while any(waiting):
             ran = False
@@ -178,6 +195,11 @@ class LaneBuild:
         held = int(row.buffer_bytes) if hold else 0
         one = Exchange(key, name, row.reduce_s * times, [("shard", place)], "B", held)
         return self.build.exchange(self.device(place), one, after)
+
+    def gather(self, place: int, block: int, when: str, part: str, after: list[int], seconds: float) -> int:
+        """Adds the gather of a block's parameters; returns the op."""
+        key, name = (GATHER, place, block, when), f"gather{when}.{block}@{self.device(place)}"
+        return self.build.exchange(self.device(place), Exchange(key, name, seconds, [("shard", place)], part), after)
 
     def copy(self, place: int, block: int, row: PlacedBlock[float], when: str, after: list[int], times: float = 1.0) -> int:
         """Adds the sum of a block's gradient over copies; returns the op, or the first before it where there are none."""

@@ -11,7 +11,7 @@ from rlplace.strategy.executor.arrays import PlacedBlock
 from rlplace.strategy.executor.meshes import copy_groups
 from rlplace.strategy.executor.rules import BUCKET, EACH_BACKWARD, EACH_PASS, FIRST_BUCKET, ONCE, SLOWDOWN, at_once_s, wider
 from rlplace.strategy.executor.traffic import table_s
-from rlplace.strategy.op_level.step_build import GATHER, DeviceRun, Exchange
+from rlplace.strategy.op_level.step_build import DeviceRun, Exchange
 
 if TYPE_CHECKING:
     from rlplace.strategy.op_level.expand import LaneBuild
@@ -41,10 +41,11 @@ class PassBuild:
         gathered = [block for block in self.blocks if self._gathers(self.rows[block])]
         reduced = [block for block in self.blocks if self._reduces(self.rows[block])]
         part, build, buckets = self.part, self.build, self._buckets()
-        self._slow_down(np.arange(len(part.op)), sum(self._bucket_s(size) for _, size in buckets[:-1]))
+        self._slow_down(np.arange(len(part.op)), self._beside_all(buckets))
         beside = self._beside_blocks(gathered, reduced)
         temporary = self.ops.temporary_bytes(self.kind)
-        each = [block for block in gathered if self.rows[block].keeping == EACH_PASS or self.kind == "F"]
+        ahead = [block for block in self.blocks if self.kind == "F" and self.microbatch == 0 and block in self.lane.gathers]
+        each = [block for block in gathered if self.rows[block].keeping == EACH_PASS or self.kind == "F"] + ahead
         temporary[[part.begins[block] for block in each]] = [int(self.rows[block].weight_bytes) for block in each]
         first_wait = self._gather(gathered[0], [build.last[self.device]]) if gathered and gathered[0] == self.blocks[0] else -1
         if first_wait >= 0:
@@ -53,12 +54,24 @@ class PassBuild:
         labels = self.ops.labels(self.kind) if self.lane.whole.named else ()
         base = build.run(self.device, self.kind, f"{self.name}@{self.device}", self.seconds, temporary, labels)
         build.runs.append(DeviceRun(self.device, self.kind, self.stage, self.microbatch, base, part))
+        for block in ahead:
+            build.edge(self.lane.gathers[block], base + part.begins[block])
         self._beside(base, first_wait, set(gathered), set(reduced), beside)
         self._send_buckets(base, buckets)
         return base
 
+    def _beside_all(self, buckets: list[tuple[int, float]]) -> float:
+        """Returns seconds of communication beside the whole pass: full buckets, or gathers that began with the step."""
+        if self.single or self.kind != "F":
+            return sum(self._bucket_s(size) for _, size in buckets[:-1])
+        rows = [self.rows[block] for block in self.blocks]
+        inside_s = sum(row.forward_s for row in rows) + sum(row.forward_tensor_s for row in rows)
+        return self.lane.ahead[self.stage].moving_s(self.microbatch, inside_s)
+
     def _gathers(self, row: PlacedBlock[float]) -> bool:
-        """Returns whether a block's parameters are gathered for this pass."""
+        """Returns whether a block's parameters are gathered beside this pass."""
+        if not self.single and not self.lane.ahead[self.stage].late:
+            return False
         if self.kind == "F":
             return row.keeping == EACH_PASS or (self.microbatch == 0 and row.keeping in (ONCE, EACH_BACKWARD))
         return self.single and row.keeping == EACH_PASS and row.backward_s > 0.0
@@ -96,10 +109,8 @@ class PassBuild:
 
     def _gather(self, block: int, after: list[int], times: float = 1.0) -> int:
         """Adds the gather of a block's parameters."""
-        row, when = self.rows[block], f"{self.kind}{self.microbatch}"
-        key, name = (GATHER, self.place, block, when), f"gather{when}.{block}@{self.device}"
-        one = Exchange(key, name, row.gather_s * times, [("shard", self.place)], self.kind)
-        return self.build.exchange(self.device, one, after)
+        when, seconds = f"{self.kind}{self.microbatch}", self.rows[block].gather_s * times
+        return self.lane.gather(self.place, block, when, self.kind, after, seconds)
 
     def _beside(self, base: int, first_wait: int, gathered: set[int], reduced: set[int], times: dict[int, float]) -> None:
         """Adds collectives beside the blocks: the next one's gather, in a backward after the last one's reduction."""

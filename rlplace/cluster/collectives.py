@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rlplace.cluster.fabric import COLLECTIVES, Fabric, Phase, bus_factor, inside, line, phase_s, serves
 from rlplace.cluster.links import AlikeRun, Wires
-from rlplace.cluster.rings import FOLLOWED_DEVICES, Ints, hops_of, ring_of, sent_at_once
+from rlplace.cluster.rings import FOLLOWED_DEVICES, Ints, exchange, hops_of, ring_of, sent_at_once
 from rlplace.errors import InputError, show, unknown_name
 from rlplace.memoized import memoized
 
@@ -103,7 +103,7 @@ def repeats(run: AlikeRun, devices: int, stride: int) -> int:
     return next((count // own for own in kept if (count - own) * period % run.lanes == 0), 1)
 
 
-def contention(links: Wires, groups: ArrayLike, as_given: bool = False) -> float:
+def contention(links: Wires, groups: ArrayLike, as_given: bool = False, exchanges: bool = False) -> float:
     """Returns factor on the bytes that the channels of a collective carry when it runs in all these groups at once.
 
     1.0 where no two groups share a channel. A network card through which the rings of four groups pass carries four times the
@@ -113,6 +113,7 @@ def contention(links: Wires, groups: ArrayLike, as_given: bool = False) -> float
         links: Links of D devices.
         groups: int64 [G, n], device numbers of groups of one size, each device in at most one of them.
         as_given: Whether rings have the given order, whatever the links.
+        exchanges: The collective is an all-to-all, no ring.
 
     Returns:
         The busiest channel's seconds per byte with all groups, over the largest that a group alone has.
@@ -120,6 +121,9 @@ def contention(links: Wires, groups: ArrayLike, as_given: bool = False) -> float
     members = np.asarray(groups, dtype=np.int64)
     if 1 in members.shape:
         return 1.0
+    if exchanges:
+        most = max(exchange(links, own[:1])[0] for own in _by_sort(links, members))
+        return exchange(links, members)[0] / most if 0.0 < most < math.inf else 1.0
     every, alone = [], 0.0
     for own in _by_sort(links, members):
         hops = _ring_hops(links, _checked(links, own[0]), as_given)
@@ -249,11 +253,8 @@ def _over_links(links: Wires, kind: str, group: tuple[int, ...], times: int) -> 
     size = times * len(group)
     if kind == "all_to_all":
         assert times == 1
-        senders, receivers = np.repeat(group, size), np.tile(group, size)
-        apart = senders != receivers
-        sent = sent_at_once(links, senders[apart], receivers[apart])
-        s_per_byte, launch = sent.s_per_byte / size, float(sent.latency_s.max())
-        return [(line(launch * (1 + HOP_LATENCY_SHARE * (size - 2)), s_per_byte),)] if s_per_byte < math.inf else []
+        s_per_byte, launch = exchange(links, np.array([group]))
+        return [(line(launch * (1 + HOP_LATENCY_SHARE * (size - 2)), s_per_byte / size),)] if s_per_byte < math.inf else []
     s_per_byte, latency, _ = sent_at_once(links, *hops_of([ring_of(links, group, times > 1)]))
     if s_per_byte == math.inf:
         return []

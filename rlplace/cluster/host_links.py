@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rlplace.cluster.exchanges import Lanes, Members, Owned, Sorts, exchange_of
 from rlplace.cluster.fabric import Fabric
 from rlplace.cluster.interconnect import Host, PathBuilder, build_fabrics, positions
 from rlplace.cluster.links import MAX_WRITTEN, AlikeRun, Channels, Links
@@ -316,6 +317,29 @@ class HostLinks:
         found[pair, column] = (node * len(stand.owner) + stand.local[over]) * MAX_LANES + lane
         found[repeated(found)] = -1
         return found
+
+    def exchange(self, groups: NDArray[np.int64]) -> tuple[float, float]:
+        """Returns what an all-to-all in all of these groups takes, see `rlplace.cluster.rings.exchange`."""
+        device, stand = groups.ravel(), self._standing
+        host, (keys, starts) = self._host[device], self._members
+        standing, one, kind = np.unique(
+            stand.first[self._class[host]] + self._local[device], return_index=True, return_inverse=True
+        )
+        own, local = self._class[host[one]], self._local[device[one]]
+        peer = np.moveaxis(stand.peer[own[:, None], own], 2, 0)
+        row = np.where(peer < 0, -1, stand.row[standing[:, None], np.maximum(peer, 0) + local])
+        over = np.where(row[..., None] < 0, -1, stand.used[row])
+        over.reshape(-1, over.shape[-1])[repeated(over.reshape(-1, over.shape[-1]))] = -1
+        of_sender = self._nodes[stand.hosts[own][:, None, None], stand.depth[over]] == stand.owner[over]
+        found, end = stand.lowered, len(stand.owner)
+        rate, late = np.where(row < 0, 0.0, self._faster * found.rate[row]), np.where(row < 0, 0.0, found.late[row])
+        group = np.repeat(np.arange(len(groups)), groups.shape[1])
+        return exchange_of(
+            Members(device, group, self._nodes[host], kind.ravel(), self.num_devices),
+            Sorts(rate, late, over, of_sender),
+            Owned(stand.depth, stand.local, found.width[:end], found.by_receiver[:end]),
+            Lanes(keys, starts, len(self._tiers.of), stand.inside, stand.before, stand.outside),
+        )
 
     @cached_property
     def whole(self) -> Links:

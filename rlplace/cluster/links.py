@@ -106,6 +106,9 @@ class Wires(Protocol):
     def run(self, first: int, last: int) -> AlikeRun | None:
         """Returns the run of the devices from one to another, the first of which begins a period; None where there is none."""
 
+    def exchange(self, groups: NDArray[np.int64]) -> tuple[float, float] | None:
+        """Returns `rlplace.cluster.rings.exchange` where it can be worked out without looking at all pairs; None otherwise."""
+
     def quicker(self, factor: float) -> Wires:
         """Returns all links with their bandwidth multiplied; latencies stay."""
 
@@ -195,6 +198,10 @@ class Links:
 
     def run(self, first: int, last: int) -> AlikeRun | None:
         """Returns None: nothing is known to repeat."""
+        return None
+
+    def exchange(self, groups: NDArray[np.int64]) -> tuple[float, float] | None:
+        """Returns None: nothing is known to be alike."""
         return None
 
     def quicker(self, factor: float) -> Links:

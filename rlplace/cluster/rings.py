@@ -96,3 +96,18 @@ def sent_at_once(links: Wires, senders: NDArray[np.int64], receivers: NDArray[np
     channels, number = np.unique(held[held >= 0], return_inverse=True)
     busy = np.bincount(number.ravel(), each, len(channels))
     return SentAtOnce(float(max(busy.max(initial=0.0), (1.0 / rate).max(initial=0.0))), latency, held)
+
+
+def exchange(links: Wires, groups: Ints) -> tuple[float, float]:
+    """Returns what an all-to-all in all of the groups, int64 [G, n], takes at once.
+
+    Returns:
+        Seconds of the busiest channel per byte that a device sends to each other one of its group, inf without a link; and the
+        longest latency.
+    """
+    known = links.exchange(groups)
+    if known is not None:
+        return known
+    apart = np.argwhere(~np.eye(groups.shape[1], dtype=bool)).T
+    sent = sent_at_once(links, *groups[:, apart].swapaxes(0, 1).reshape(2, -1))
+    return sent.s_per_byte, float(sent.latency_s.max())

@@ -10,7 +10,7 @@ from rlplace.cluster.collectives import collective_s, contention
 from rlplace.cluster.host_links import HostLinks
 from rlplace.cluster.interconnect import Host, build_topology, parse_network
 from rlplace.cluster.presets import KINDS
-from rlplace.cluster.rings import sent_at_once
+from rlplace.cluster.rings import exchange, sent_at_once
 from rlplace.cluster.tiers import Tier, tiers_of
 from rlplace.cluster.topology import lower
 from rlplace.errors import InputError
@@ -92,6 +92,35 @@ def test_groups_of_one_sort_take_equally_long_and_meet_as_all_do(text):
             first = groups[list(sorts).index(number)]
             assert alike == pytest.approx([collective_s(wires, "all_reduce", first, 1e8)] * len(alike))
         assert contention(wires, groups) == pytest.approx(contention(whole, groups))
+
+
+@settings(max_examples=60, deadline=None)
+@given(clusters(), st.data())
+def test_all_to_alls_by_kinds_of_devices_take_what_all_pairs_take(cluster, data):
+    wires = HostLinks(*cluster)
+    count = wires.num_devices
+    size = data.draw(st.integers(2, max(2, count)))
+    order = data.draw(st.sampled_from([np.arange(count), np.random.default_rng(count).permutation(count)]))
+    strided = data.draw(st.booleans())
+    some = max(1, data.draw(st.integers(1, max(1, count // size))))
+    if some * size > count:
+        return
+    members = order[: some * size]
+    groups = members.reshape(size, some).T if strided else members.reshape(some, size)
+    pairs = np.array([(a, b) for group in groups.tolist() for a in group for b in group if a != b]).T
+    sent = sent_at_once(wires, *pairs)
+    found = exchange(wires, groups)
+    assert found[0] == (pytest.approx(sent.s_per_byte, rel=1e-12) if sent.s_per_byte < np.inf else np.inf)
+    assert found[0] == np.inf or found[1] == sent.latency_s.max()
+
+
+def test_an_all_to_all_of_all_devices_asks_for_no_pairs():
+    """Every pod sends to all others over its uplink: of 16,384 devices 512 each to 15,872."""
+    links, card = Cluster.preset("h100:2048x8,pod=64@12800g").links, 400e9 / 8 * 0.88
+    assert exchange(links, np.arange(16384)[None])[0] == pytest.approx(512 * 15872 / (32 * card))
+    rails = np.arange(16384).reshape(-1, 8).T
+    assert exchange(links, rails)[0] == pytest.approx(64 * 8 * (2048 - 64) / (32 * card))
+    assert contention(links, rails, exchanges=True) == pytest.approx(exchange(links, rails)[0] / exchange(links, rails[:1])[0])
 
 
 @pytest.mark.parametrize(("uplink", "lanes"), [("400g", 1), ("1600g", 4), ("3200g", 8)])

@@ -19,7 +19,7 @@ from rlplace.cluster import Cluster
 from rlplace.cluster.collectives import collective_s, contention, meet, repeats
 from rlplace.cluster.interconnect import DEVICES_PER_SOCKET, HOST_MEMORY_BYTES_PER_S, PCIE_BYTES_PER_S
 from rlplace.cluster.links import AlikeRun
-from rlplace.cluster.rings import sent_at_once
+from rlplace.cluster.rings import exchange, sent_at_once
 from rlplace.strategy.costs import (
     COLLECTIVE_KINDS,
     CONTEXT_GATHER,
@@ -97,7 +97,8 @@ class ClusterTraffic:
         self.cluster, self.links = cluster, cluster.links
         self.tables = np.zeros((8, len(SIZES)))
         self._numbers: dict[tuple[str, Groups], int] = {}
-        self._unlike: dict[Groups, tuple[Floats, list[tuple[int, ...]]]] = {}  # their bytes, and one group of each sort
+        self._unlike: dict[tuple[Groups, bool], tuple[Floats, list[tuple[int, ...]]]] = {}  # bytes, and a group of each sort
+        self._exchanged: dict[Groups, tuple[float, float]] = {}
         self._distinct: dict[bytes, int] = {self.tables[0].tobytes(): 0}
         self._ranges: dict[tuple[int, int], Devices] = {}
         self._met: dict[object, bool] = {}
@@ -111,14 +112,15 @@ class ClusterTraffic:
             return 0
         groups = self._representing(groups, kind != "all_to_all")
         if (kind, groups) not in self._numbers:
-            if groups not in self._unlike:
+            key = groups, kind == "all_to_all"
+            if key not in self._unlike:
                 members = groups.members
                 unlike = members[np.unique(self.links.sorts(members), return_index=True)[1]]
-                self._unlike[groups] = (
-                    SIZES * contention(self.links, members, groups.times > 1),
+                self._unlike[key] = (
+                    SIZES * contention(self.links, members, groups.times > 1, key[1]),
                     list(map(tuple, unlike.tolist())),
                 )
-            sizes, own = self._unlike[groups]
+            sizes, own = self._unlike[key]
             table = np.max([collective_s(self.links, kind, group, sizes, groups.times) for group in own], axis=0)
             number = self._numbers[kind, groups] = self._distinct.setdefault(table.tobytes(), len(self._distinct))
             if number == len(self.tables):
@@ -229,8 +231,9 @@ class ClusterTraffic:
         """Returns seconds in which all devices of each group send so many bytes to each other one of it."""
         if groups.size < 2 or size_bytes <= 0.0:
             return 0.0
-        apart = np.argwhere(~np.eye(groups.size, dtype=bool)).T
-        latency, s_per_byte, _ = self._sent(groups.members[:, apart].swapaxes(0, 1).reshape(2, -1), groups)
+        if groups not in self._exchanged:
+            self._exchanged[groups] = exchange(self.links, groups.members)
+        s_per_byte, latency = self._exchanged[groups]
         return latency + size_bytes * s_per_byte
 
     def _sent(self, pairs: Ints, key: object) -> tuple[float, float, Ints]:

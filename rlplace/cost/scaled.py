@@ -136,7 +136,7 @@ def unlike_widths(kind: DeviceKind, sizes: Sizes) -> NDArray[np.bool_]:
     """Marks attention [N] that the usual kernel of a device does not take, for values of another width than queries.
 
     FlashAttention takes no unlike widths. On Hopper and on large Blackwell devices cuDNN, which torch prefers there, takes 192
-    and 128, as DeepSeek-V3 has, and any up to 128 (pytorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    and 128, as DeepSeek-V3 has (pytorch, pull request 172621), and any up to 128 (sdp_utils.cpp, check_cudnn_tensor_shapes).
     """
     query, value = sizes["width"], sizes["value_width"]
     taken = (np.maximum(query, value) <= 128) | ((query == 192) & (value == 128))

@@ -189,8 +189,6 @@ def test_gathers_of_all_chunks_begin_with_the_step():
     assert [one.ready_s for one in found] == [3.0, 3.0, 6.0, 6.0]
     assert [one.left_s for one in found] == pytest.approx([3.0, 2.0 - SLOWER, 0.0, 0.0])
     assert [found[0].moving_s(number, 1.0) for number in range(5)] == [3.0, 2.0, 1.0, 0.0, 0.0]
-    late = gather_ahead(dataclasses.replace(draft, offload=bytes([0, 0, 2, 0])), [[(3.0, 1.0, 0.0)] * 4] * 2, [0.0, 0.0])
-    assert [one.late for one in late] == [True, False] * 2 and [one.ready_s for one in late] == [0.0, 3.0, 0.0, 6.0]
 
 
 def test_blocks_wait_for_their_own_gathers_which_collectives_inside_blocks_delay():

@@ -247,14 +247,10 @@ class PipelineRun:
         return torch.stack([total, torch.stack(weights).sum() if weights else torch.zeros_like(total)])
 
     def _gather(self) -> None:
-        """Begins to gather the parameters of all stages of this process, which are there until their gradients are reduced.
-
-        What comes from host memory would be copied before the first op, and comes when it is needed.
-        """
-        if not any(self._pipeline.stages[number].offload for number in self._roots):
-            for module in chain(*(root.modules() for _, root in sorted(self._roots.items()))):
-                if isinstance(module, FSDPModule):
-                    module.unshard(async_op=True)
+        """Begins to gather the parameters of all stages of this process, which are there until their gradients are reduced."""
+        for module in chain(*(root.modules() for _, root in sorted(self._roots.items()))):
+            if isinstance(module, FSDPModule):
+                module.unshard(async_op=True)
 
     def evaluate(self, passes: Sequence[Pass]) -> list[tuple[Any, float]] | None:
         """Returns output and weight of every micro-batch on the process of the last stage; None elsewhere."""

@@ -29,13 +29,13 @@ One stage: forwards and backwards in sequence, then the update
     take the slowest lane's time.
 
 Pipelines
-    Places run the actions of `rlplace.plan.actions` in order; sends follow rule 2 of `rlplace.simulator.reference`, all devices
-    of a place at once. A split backward leaves `weight_s` to its weight action; both halves recompute. The gathers of a place
-    run one after the other from the start of the step on (`PipelineRun`); a block's first forward waits for its own, and
-    forwards beside those that are left take as long as beside g (`ahead`). Where a place offloads `all`, a stage's first
-    forward gathers. After its last backward a place waits for the exchange of gradients, block by block over all lanes
-    (torch, perform_reduce_grad). Once all places of a tied weight are done they all-reduce its gradient. Unlike pipelines run
-    independently; after the last one each block's gradient is summed among its places (`evaluate`), in sequence and exposed.
+    Places run the actions of `rlplace.plan.actions` in order; sends follow rule 2 of `rlplace.simulator.reference`, all
+    devices of a place at once. A split backward leaves `weight_s` to its weight action; both halves recompute. The gathers of
+    a place run one after the other from the start of the step on (`PipelineRun`); a block's first forward waits for its own,
+    and forwards beside those that are left take as long as beside g (`ahead`). After its last backward a place waits for the
+    exchange of gradients, block by block over all lanes (torch, perform_reduce_grad). Once all places of a tied weight are
+    done they all-reduce its gradient. Unlike pipelines run independently; after the last one each block's gradient is summed
+    among its places (`evaluate`), in sequence and exposed.
 
 Update and offload
     The update takes `update_s` over the shares of the weights. Of W devices that share m matrices that it needs whole, each

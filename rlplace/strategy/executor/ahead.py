@@ -10,20 +10,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rlplace.strategy.drafts import Draft
-from rlplace.strategy.executor.rules import FULL_OFFLOAD, at_once_s, slowed_s, wider
+from rlplace.strategy.executor.rules import at_once_s, slowed_s, wider
 
 
 class Ahead(NamedTuple):
     """Gathers as a stage meets them.
 
     Attributes:
-        late: Whether it gathers when its first micro-batch comes instead: something of its place lives in host memory.
         ready_s: Start of its first forward from which on no block waits.
         left_s: Seconds for which its place gathers after the earliest start of that forward.
         ends_s: For each block the end of its gather.
     """
 
-    late: bool
     ready_s: float
     left_s: float
     ends_s: tuple[float, ...]
@@ -41,12 +39,8 @@ def gather_ahead(draft: Draft, times_s: Sequence[Sequence[tuple[float, float, fl
         times_s: For each place and block of the model seconds of its gather, and of ops and collectives of its forward.
         meets: For each place, whether collectives inside blocks use the channel of the gathers; see `rules.at_once_s`.
     """
-    places, on_host = draft.place_of_stage, [block for block, how in enumerate(draft.offload) if how == FULL_OFFLOAD]
-    late = {place for place, blocks in zip(places, draft.ranges, strict=True) if not set(blocks).isdisjoint(on_host)}
-    stages = [
-        [(0.0 if place in late else gather, *inside) for gather, *inside in times_s[place][blocks.start : blocks.stop]]
-        for place, blocks in zip(places, draft.ranges, strict=True)
-    ]
+    places = draft.place_of_stage
+    stages = [times_s[place][blocks.start : blocks.stop] for place, blocks in zip(places, draft.ranges, strict=True)]
     total_s, done_s = [0.0] * len(draft.places), [0.0] * len(draft.places)
     for place, blocks in zip(places, stages, strict=True):
         total_s[place] += sum(gather for gather, *_ in blocks)
@@ -72,7 +66,7 @@ def gather_ahead(draft: Draft, times_s: Sequence[Sequence[tuple[float, float, fl
                 ready_s = max(ready_s, ends_s[-1] - before_s)
             before_s += compute * slower + tensor * longer
         came_s = max(came_s, ready_s) + before_s
-        found.append(Ahead(place in late, ready_s, left_s, tuple(ends_s)))
+        found.append(Ahead(ready_s, left_s, tuple(ends_s)))
     return found
 
 

@@ -30,11 +30,11 @@ def seconds_of(y, s, kind, n):
     if kind != c.DO_F:
         return y[s, k.INPUT_C if kind == c.DO_I else k.BACKWARD_C], y[s, k.BACKWARD_T], 0.0
     compute, tensor = y[s, k.FORWARD_C], y[s, k.FORWARD_T]
-    moving, late = y[s, k.LEFT_S] - n * (compute + tensor), y[s, k.LATE_S] if n == 0 else 0.0
+    moving = y[s, k.LEFT_S] - n * (compute + tensor)
     if moving <= 0.0:
-        return compute, tensor, late
+        return compute, tensor, 0.0
     held_up = k.at_once_s(y[s, k.MEETS], compute, tensor, moving)
-    return compute, tensor, late + k.slowed_s(compute, tensor, moving, held_up) - compute - tensor
+    return compute, tensor, k.slowed_s(compute, tensor, moving, held_up) - compute - tensor
 
 
 @inner
@@ -288,7 +288,7 @@ def _compile(stamp):
                 if stages == 1:
                     used[lane, 0] += k.single_stage(x, y[lane:], works[lane], busy[lane:], blocks, at)
             if stages > 1:
-                k.gather_ahead(x, y[first:], frame, chosen)
+                k.gather_ahead(x, y[first:], frame, bounds)
         if stages > 1:
             ended = pipeline(y, works, busy, leaving, rows, frame, bounds)
         for lane in range(lanes):

@@ -32,12 +32,12 @@ hidden_buckets = inner(rules.hidden_buckets)
 BLOCK, CHOSEN = 29, 8
 
 # Seconds and bytes of a stage's micro-batches, float64 [S, STAGE]; the last seven are ops and collectives of its actions.
-# `LATE_S` is what gathers add to its first forward where they start with it; the next two are `ahead.Ahead`.
+# `READY_S` and `LEFT_S` are those of `ahead.Ahead`.
 (
     KEEPS, HALVES, FORWARD_PEAK, BACKWARD_PEAK, HALF_PEAK, WEIGHT_PEAK, EXCHANGE_PEAK, STATIC_BYTES, EXCHANGE_S,
-    LATE_S, READY_S, LEFT_S, MEETS, FORWARD_C, FORWARD_T, BACKWARD_C, BACKWARD_T, INPUT_C, WEIGHT_C, WEIGHT_T,
-) = range(20)  # fmt: skip
-STAGE = 20
+    READY_S, LEFT_S, MEETS, FORWARD_C, FORWARD_T, BACKWARD_C, BACKWARD_T, INPUT_C, WEIGHT_C, WEIGHT_T,
+) = range(19)  # fmt: skip
+STAGE = 19
 
 
 @inner
@@ -107,16 +107,16 @@ def place_block(x, b, at, chosen, again):
 
 
 @inner
-def forward_s(x, begin, end, first, place):
-    """Returns seconds of a forward through blocks `begin` to `end` - 1."""
+def forward_s(x, count, first, place):
+    """Returns seconds of a forward through all blocks of a single stage."""
     seconds = 0.0
-    for b in range(begin - 1, end):
+    for b in range(-1, count):
         gather = 0.0
-        if b + 1 < end:
+        if b + 1 < count:
             how = x[b + 1, HOW]
             if how == EACH_PASS or (first and (how == ONCE or how == EACH_BACKWARD)):
                 gather = x[b + 1, GATHER]
-        if b < begin:
+        if b < 0:
             seconds += gather
         else:
             held_up = at_once_s(place[c.MEETS_BLOCKS], x[b, FORWARD], x[b, FORWARD_TENSOR], gather)
@@ -241,7 +241,6 @@ def prepare_stage(x, y, s, begin, end, at):
                 else:
                     copied = max(copied, reduced) + x[b, COPIES]
         y[s, EXCHANGE_S] = max(reduced, copied)
-        y[s, LATE_S] = max(0.0, forward_s(x, begin, end, True, at.place) - y[s, FORWARD_C] - y[s, FORWARD_T])
 
 
 @inner
@@ -251,46 +250,41 @@ def end_s(gathered, begins, delay):
 
 
 @inner
-def gather_ahead(x, y, frame, chosen):
-    """Fills `LATE_S` to `MEETS` of the stages of a lane, `y`, from all blocks on their places."""
+def gather_ahead(x, y, frame, bounds):
+    """Fills `READY_S` to `MEETS` of the stages of a lane, `y`, from all blocks on their places."""
     stages, places = len(frame.stage_place), len(frame.places)
-    late, total, done = np.zeros(places, dtype=np.bool_), np.zeros(places), np.zeros(places)
-    delay, begun = np.zeros(places), np.full(places, -1.0)
+    total, done, delay, begun = np.zeros(places), np.zeros(places), np.zeros(places), np.full(places, -1.0)
     for s in range(stages):
-        p = frame.stage_place[s]
-        for b in range(chosen.bounds[s], chosen.bounds[s + 1]):
-            late[p] = late[p] or chosen.offload[b] == FULL_OFFLOAD
-            total[p] += x[b, GATHER]
+        for b in range(bounds[s], bounds[s + 1]):
+            total[frame.stage_place[s]] += x[b, GATHER]
     came = 0.0
     for s in range(stages):
-        p, first, ready, before = frame.stage_place[s], chosen.bounds[s], 0.0, 0.0
+        p, first, ready, before = frame.stage_place[s], bounds[s], 0.0, 0.0
         compute, tensor, meets = y[s, FORWARD_C], y[s, FORWARD_T], frame.places[frame.stage_place[s], c.MEETS_BLOCKS]
-        begins, gathered = came, 0.0 if late[p] else x[first, GATHER]
+        begins, gathered = came, x[first, GATHER]
         if begun[p] < 0.0:
             begun[p] = max(came, gathered)
             delay[p] = meets * tensor / (compute + tensor) if compute + tensor > 0.0 else 0.0
         if gathered > 0.0:
             begins = max(came, end_s(done[p] + gathered, begun[p], delay[p]))
-        ends = 0.0 if late[p] else end_s(total[p], begun[p], delay[p])
+        ends = end_s(total[p], begun[p], delay[p])
         left = ends - begins if ends > begins else 0.0
         slower = slowed_s(compute, 0.0, left, 0.0) / compute if compute > 0.0 else 1.0
         longer = wider(tensor, at_once_s(meets, compute, tensor, left))
-        for b in range(first, chosen.bounds[s + 1]):
-            if not late[p] and x[b, GATHER] > 0.0:
+        for b in range(first, bounds[s + 1]):
+            if x[b, GATHER] > 0.0:
                 done[p] += x[b, GATHER]
                 ready = max(ready, end_s(done[p], begun[p], delay[p]) - before)
             before += x[b, FORWARD] * slower + x[b, FORWARD_TENSOR] * longer
         came = max(came, ready) + before
         y[s, READY_S], y[s, LEFT_S], y[s, MEETS] = ready, left, meets
-        if not late[p]:
-            y[s, LATE_S] = 0.0
 
 
 @inner
 def single_stage(x, y, work, busy, count, at):
     """Fills the work of a step of one stage; returns the peak memory of its passes."""
     microbatches, again = at.microbatches, at.microbatches - 1
-    forward = forward_s(x, 0, count, True, at.place) + again * forward_s(x, 0, count, False, at.place)
+    forward = forward_s(x, count, True, at.place) + again * forward_s(x, count, False, at.place)
     backward = backward_s(x, count, True, at) + again * backward_s(x, count, False, at)
     gathered, reduced = 0.0, 0.0
     for b in range(count):

@@ -353,7 +353,6 @@ def stage_action(blocks: Sequence[ReferenceBlock], kind: str, microbatch: int, a
     compute, tensor = (sum(column) for column in zip(*pieces, strict=True))
     if kind != "F":
         return compute, tensor, 0.0
-    late = max(0.0, forward_s(blocks, True) - compute - tensor) if microbatch == 0 and ahead.late else 0.0
     moving = ahead.moving_s(microbatch, compute + tensor)
     held_up = at_once_s(blocks[0].meets_blocks, compute, tensor, moving)
-    return compute, tensor, late + slowed_s(compute, tensor, moving, held_up) - compute - tensor
+    return compute, tensor, slowed_s(compute, tensor, moving, held_up) - compute - tensor

@@ -83,7 +83,7 @@ class LaneBuild:
         self.ahead = gather_ahead(self.draft, times, [meets for meets, _ in self.meets])
         for ahead, place, inside in zip(self.ahead, self.draft.place_of_stage, self.whole.ranges, strict=True):
             for block, end_s in zip(inside, ahead.ends_s, strict=True):
-                if rows[place][block].gather_s > 0.0 and not ahead.late:
+                if rows[place][block].gather_s > 0.0:
                     before, start_s = last[place]
                     op = self.gather(place, block, "F0", "F", [before], end_s - start_s)
                     self.gathers[block], last[place] = op, (op, end_s)

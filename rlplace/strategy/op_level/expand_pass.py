@@ -70,11 +70,11 @@ class PassBuild:
 
     def _gathers(self, row: PlacedBlock[float]) -> bool:
         """Returns whether a block's parameters are gathered beside this pass."""
-        if not self.single and not self.lane.ahead[self.stage].late:
+        if not self.single:
             return False
         if self.kind == "F":
             return row.keeping == EACH_PASS or (self.microbatch == 0 and row.keeping in (ONCE, EACH_BACKWARD))
-        return self.single and row.keeping == EACH_PASS and row.backward_s > 0.0
+        return row.keeping == EACH_PASS and row.backward_s > 0.0
 
     def _reduces(self, row: PlacedBlock[float]) -> bool:
         """Returns whether a block's gradient is reduced beside this pass."""

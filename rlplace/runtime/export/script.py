@@ -55,8 +55,9 @@ _IMPORTS = (
     ("from torch import nn", "nn"),
     ("from torch.distributed._composable.replicate_with_fsdp import {}", "replicate"),
     ("from torch.distributed.device_mesh import {}", "DeviceMesh init_device_mesh"),
-    ("from torch.distributed.fsdp import {}", "CPUOffloadPolicy fully_shard"),
+    ("from torch.distributed.fsdp import {}", "CPUOffloadPolicy FSDPModule fully_shard"),
     ("from torch.distributed.pipelining import {}", "PipelineStage Schedule\\w+"),
+    ("from torch.distributed.pipelining.schedules import {}", "RESHARD UNSHARD"),
     ("from torch.distributed.tensor import {}", "DTensor Replicate Shard"),
     (
         "from torch.distributed.tensor.parallel import {}",

@@ -27,6 +27,7 @@ GPT2 = "hf:gpt2,n_layer=2,n_embd=32,n_head=4,vocab_size=64,n_positions=32,attn_p
 DEEPER = GPT2.replace("n_layer=2", "n_layer=4")
 WIDTHS = "hidden_size=32,intermediate_size=64,num_attention_heads=4,num_key_value_heads=4,vocab_size=64"
 LLAMA = f"hf:llama,num_hidden_layers=2,{WIDTHS}"
+EIGHT = LLAMA.replace("layers=2", "layers=8")
 HALVES, QUARTERS = [(0, 1), (2, 3)], [(0,), (1,), (2,), (3,)]
 BOTH, SHARED = {"shard": 2, "tensor": 2}, {"mesh": {"shard": 2}, "sharding": 1}
 
@@ -39,6 +40,7 @@ CASES = {
     "mixed precision": (LLAMA, flat("short llama", {"shard": 4}, 2), {"autocast": "bf16"}),
     "stages, tied": (DEEPER, chain("gpt2", QUARTERS, "1f1b", mesh={}, sharding=0, recompute="full")),
     "stages, shared": (LLAMA, chain("short llama", HALVES, "1f1b", **SHARED)),
+    "four stages each, shared": (EIGHT, chain("eight", HALVES * 4, "interleaved_1f1b", **SHARED)),
     "v, tied in one process": (DEEPER, chain("gpt2", [*HALVES, *reversed(HALVES)], "zbv", mesh={"replicate": 2}, sharding=0)),
     "stages, tensor": (LLAMA, chain("short llama", HALVES, "1f1b", mesh={"tensor": 2}, sharding=0, sequence_parallel=True)),
 }

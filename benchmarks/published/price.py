@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import msgspec
+import numpy as np
 
 from benchmarks.published.models import captures
 from benchmarks.published.rows import KIND_OF_GPU, Row, degrees
@@ -59,6 +62,14 @@ class Said:
         return self.step_s / self.row.taken_s - 1.0
 
 
+@contextlib.contextmanager
+def _own_kernels() -> Iterator[None]:
+    """Prices context groups by the attention that a stack has without them (`Software.factors`), not by torch's kernels."""
+    with patch("rlplace.strategy.blocks.price.kernel_times", lambda graph, *_: np.ones(graph.num_ops)):
+        yield
+
+
+@_own_kernels()
 def say(row: Row, draft: Draft | None = None) -> Said:
     """Prices a row, or another strategy for its model, batch and devices."""
     scores = _evaluator(_asked(row), row.gpus)
@@ -74,6 +85,7 @@ def say(row: Row, draft: Draft | None = None) -> Said:
     return Said(row, found.step_time_s - hidden_s, found.over_bytes, found.peak_memory_bytes, found.parts)
 
 
+@_own_kernels()
 def plan(row: Row, limit_s: float) -> tuple[Said, str, int]:
     """Returns the search's own answer for a row's model, batch and devices: its price and words, and evaluations."""
     problem = SearchProblem(_evaluator(_asked(row), row.gpus), row.batch)

@@ -148,13 +148,45 @@ def slower_attention(curve: Curve, kind: DeviceKind, dtype: str) -> Curve:
 
     They run for all widths in float32 and on devices older than FlashAttention-2. AMD's library has one kernel for both.
     """
-    name = base_name(kind.name)
-    usual = dtype not in ("float16", "bfloat16") or "bfloat16" not in kind.peak_flops or kind.host_processor
-    if usual or name in _NOT_NVIDIA or curve.basis == "calibrated":
+    times = MEMORY_EFFICIENT * _flash_times(kind, dtype)
+    if not times or curve.basis == "calibrated":
         return curve
-    times = MEMORY_EFFICIENT * (FLASH_ATTENTION_2 if name in _CUDNN else 1.0)
     source = f"memory-efficient attention, {times:.1f} times as long: {curve.source}"
     return msgspec.structs.replace(curve, compute_efficiency=curve.compute_efficiency / times, basis="scaled", source=source)
+
+
+def _flash_times(kind: DeviceKind, dtype: str) -> float:
+    """Returns how many times as long FlashAttention-2 takes as the usual kernel of a device; 0 where one kernel does all."""
+    name = base_name(kind.name)
+    several = dtype in ("float16", "bfloat16") and "bfloat16" in kind.peak_flops and not kind.host_processor
+    return (FLASH_ATTENTION_2 if name in _CUDNN else 1.0) if several and name not in _NOT_NVIDIA else 0.0
+
+
+def context_attention_times(kind: DeviceKind, dtype: str, dims: Mapping[str, int], *, ring: bool, backward: bool) -> float:
+    """Returns how many times as long attention takes in a context group as the usual kernel does for as much work.
+
+    A ring runs FlashAttention-2, with values as wide as queries. A causal mask of a part of the queries, which are the last of
+    the keys, has that or, for unlike widths, the memory-efficient kernel (torch.nn.attention.bias.CausalBias).
+
+    Args:
+        kind: The device.
+        dtype: Of queries, keys and values.
+        dims: Sizes of the attention, see `rlplace.model.aten.dims_of`.
+        ring: Keys and values go around; otherwise those of all positions are gathered.
+        backward: In the backward pass, whose five products are three over the width of queries and two over that of values.
+    """
+    flash = _flash_times(kind, dtype)
+    if not flash or not (ring or dims.get("causal")):
+        return 1.0
+    query = dims.get("width", 1)
+    value = dims.get("value_width", query)
+    usual = 1.0
+    if unlike_widths(kind, {"width": np.array([query]), "value_width": np.array([dims.get("value_width", 0)])})[0]:
+        usual = MEMORY_EFFICIENT * flash
+    of_queries, of_values = (3, 2) if backward else (1, 1)
+    padded = (of_queries + of_values) * max(query, value) / (of_queries * query + of_values * value)
+    taken = flash * padded if ring else flash if query == value else MEMORY_EFFICIENT * flash
+    return taken / usual
 
 
 def peak_of(kind: DeviceKind, precision: str) -> float:

@@ -11,6 +11,7 @@ from rlplace.cost import device_times, explain_times, price, split_backward
 from rlplace.cost.calls import calls_of
 from rlplace.cost.foreign import shipped_costs
 from rlplace.cost.price import kind_times, owners
+from rlplace.cost.scaled import context_attention_times
 from rlplace.errors import InputError
 from rlplace.model.capture.capture import capture
 from rlplace.model.graph.coarsen import Grouping, coarsen
@@ -307,3 +308,18 @@ def test_attention_of_unlike_widths_takes_the_kernel_that_torch_runs():
     assert seconds("h100", 256, 128) == pytest.approx(2.1 * 1.62 * seconds("h100", 128, 128), rel=0.05)
     for kind, dtype in (("a100-80g", "float32"), ("v100", "float16"), ("mi300x", "bfloat16")):  # one kernel for all widths
         assert seconds(kind, 192, 128, dtype) == seconds(kind, 128, 128, dtype)
+
+
+def test_attention_of_context_groups_takes_the_kernels_that_run_there():
+    def times(kind, ring, backward=False, dtype="bfloat16", **dims):
+        return context_attention_times(KINDS[kind], dtype, {"causal": 1, **dims}, ring=ring, backward=backward)
+
+    wide = {"width": 192, "value_width": 128}
+    assert times("h100", True, width=128) == times("h100", False, width=128) == 1.62  # FlashAttention-2 for cuDNN
+    assert times("a100-80g", True, width=128) == times("h100", True, dtype="float32", width=128) == 1.0
+    assert times("h100", False, causal=0, width=128) == 1.0 and times("h100", True, causal=0, width=128) == 1.62
+    # Values padded to 192: 384 columns for 320 forwards, 960 for 832 backwards; without a context group the kernel takes 2.1.
+    assert times("h100", True, **wide) == pytest.approx(1.62 * 384 / 320)
+    assert times("h100", True, True, **wide) == pytest.approx(1.62 * 960 / 832)
+    assert times("a100-80g", True, **wide) == pytest.approx(384 / 320 / 2.1)
+    assert times("h100", False, **wide) == pytest.approx(1.62 * 2.1) and times("a100-80g", False, **wide) == pytest.approx(1.0)

@@ -213,6 +213,18 @@ def test_keys_and_values_of_unlike_widths_travel_by_theirs() -> None:
         assert (heads.collective_bytes[:, CONTEXT_ALL_TO_ALL, LAYER] == 2 * both / 2).all()
 
 
+def test_context_groups_on_hopper_run_other_kernels_than_cudnn() -> None:
+    """Where a device attends over all positions with a part of the heads, the usual kernel runs."""
+    loaded = load_model(
+        "hf:llama,num_hidden_layers=1,hidden_size=512,num_attention_heads=4,num_key_value_heads=4", batch=2, seq=2048
+    )
+    blocks = PricedBlocks(capture(loaded.module, loaded.example_inputs, loss=loaded.loss, dtype="bf16"), "h100:8")
+    gather, heads, ring = (
+        blocks.passes(0, Cut(2, context=2, context_method=way)).forward_s[LAYER] for way in ("gather", "heads", "ring")
+    )
+    assert gather == ring > heads
+
+
 def test_both_groups_divide_what_both_cut() -> None:
     blocks = PricedBlocks(captured("bert"), "h100:8", captured("bert", 8))
     both, tensor = blocks.passes(0, Cut(4, 2, True, 2)), blocks.passes(0, Cut(4, 2, True))

@@ -16,8 +16,10 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplace.cluster.presets import DeviceKind
+from rlplace.cost.scaled import context_attention_times
 from rlplace.model.graph.opgraph import BUFFER, FORWARD, GRADIENT, PARAMETER, UPDATE, OpGraph
-from rlplace.plan.strategy import GATHER, HEADS, RING
+from rlplace.plan.strategy import GATHER, HEADS, RING, ContextMethod
 from rlplace.strategy.costs import (
     BACKWARD_PASS,
     CONTEXT_ALL_TO_ALL,
@@ -136,6 +138,20 @@ def hidden_s(graph: OpGraph, layout: TensorLayout, seconds: Floats) -> dict[tupl
     for op in np.flatnonzero(np.isin(origin, [*rings])):
         found[int(origin[op]), FORWARD_PASS if ahead[op] else BACKWARD_PASS] += hides * float(seconds[op])
     return found
+
+
+def kernel_times(graph: OpGraph, layout: TensorLayout, kind: DeviceKind, method: ContextMethod) -> Floats:
+    """Returns float64 [N], how many times as long every op takes in a context group as by the kernel that runs without one."""
+    times = np.ones(graph.num_ops)
+    if method != HEADS:
+        attention = {item.op for item in layout.collectives}
+        for op in (number for number, name in enumerate(graph.op_kind) if name == "attention"):
+            behind = graph.op_phase[op] != FORWARD
+            origin = int(graph.op_forward[op]) if behind else op
+            if origin in attention:
+                dims, dtype = graph.op_dims.get(origin, {}), graph.op_dtype[origin]
+                times[op] = context_attention_times(kind, dtype, dims, ring=method == RING, backward=bool(behind))
+    return times
 
 
 def _exchanges(ops: ForwardOps, op: int, cut: Cut) -> list[LayoutCollective]:

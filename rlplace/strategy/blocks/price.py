@@ -30,7 +30,7 @@ from rlplace.model.graph.rescale import affine, check_counts, rescale
 from rlplace.plan.strategy import RING
 from rlplace.records import trusted
 from rlplace.strategy.blocks.blocks import find_blocks
-from rlplace.strategy.blocks.context import context_bytes, context_layout, hidden_s, why_no_context
+from rlplace.strategy.blocks.context import context_bytes, context_layout, hidden_s, kernel_times, why_no_context
 from rlplace.strategy.blocks.experts import find_experts
 from rlplace.strategy.blocks.lives import Lives, Memory
 from rlplace.strategy.blocks.op_costs import (
@@ -263,12 +263,18 @@ class PricedBlocks:
     def _pass_seconds(self, kind: int, cut: Cut) -> Floats:
         """Returns float64 [N], of every captured op, on the busiest device of an expert group, which sorts rows, too."""
         seconds = self._seconds(kind, cut)
+        if cut.context > 1:
+            key = "kernels", kind, cut.context, cut.context_method, cut.tensor
+            seconds = seconds * self._once(key, lambda: self._kernel_times(kind, cut))
         if cut.expert == 1:
             return seconds
         rate = _SORTING * self._kinds[self.kinds[kind]].memory_bandwidth_bytes_per_s
         seconds = np.where(self._experts.again, 2 * seconds, seconds)
         sorting: Floats = self._experts.sorted_bytes(self._at(cut).tensor_bytes) / rate
         return np.where(self._experts.routed, (seconds + sorting) * self._table.busiest(cut.expert), seconds)
+
+    def _kernel_times(self, kind: int, cut: Cut) -> Floats:
+        return kernel_times(self.graph, self._layouts(cut)[-1], self._kinds[self.kinds[kind]], cut.context_method)
 
     def _half_seconds(self, kind: int, cut: Cut) -> Floats:
         """Returns float64 [N'], the same with weight gradients apart."""

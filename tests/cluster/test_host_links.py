@@ -123,6 +123,17 @@ def test_an_all_to_all_of_all_devices_asks_for_no_pairs():
     assert contention(links, rails, exchanges=True) == pytest.approx(exchange(links, rails)[0] / exchange(links, rails[:1])[0])
 
 
+@pytest.mark.parametrize(("text", "size", "stride"), [("h100:16x8,eth=400g,pod=4@1600g", 32, 4), ("a10:8x8,eth=100g", 8, 8)])
+def test_all_to_alls_in_all_groups_take_what_the_busiest_channel_carries(text, size, stride):
+    """Devices of one group choose few lanes of an uplink, those of all groups every one: what groups share is no multiple."""
+    links = Cluster.preset(text).links
+    groups = np.arange(links.num_devices).reshape(-1, size, stride).swapaxes(1, 2).reshape(-1, size)
+    pairs = np.array([(a, b) for group in groups.tolist() for a in group for b in group if a != b]).T
+    factor = contention(links, groups, exchanges=True)
+    twice, once = (collective_s(links, "all_to_all", groups[0].tolist(), factor * sent) for sent in (2e9, 1e9))
+    assert twice - once == pytest.approx(1e9 / size * sent_at_once(links, *pairs).s_per_byte, rel=1e-6)
+
+
 @pytest.mark.parametrize(("uplink", "lanes"), [("400g", 1), ("1600g", 4), ("3200g", 8)])
 def test_an_uplink_carries_what_all_groups_send_over_it(uplink, lanes):
     """Rings over all hosts cross every border of pods once, each; pairs of pods as often as they have devices."""

@@ -95,7 +95,8 @@ def keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     products = ("mm", "addmm", "linear", "convolution", "_grouped_mm", "embedding_bag")
     given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
     drawn = bool(given.get("dropout_p"))  # what is kept draws no numbers again, so those that follow would be others
-    kept = name in products or ("scaled_dot_product" in name and not drawn) or "c10d_functional" in namespace
+    attention = "scaled_dot_product" in name or name.endswith("_attention_forward")  # under a mask of the last rows
+    kept = name in products or (attention and not drawn) or "c10d_functional" in namespace
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

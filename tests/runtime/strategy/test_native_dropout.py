@@ -5,9 +5,10 @@ from itertools import groupby
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from rlplace.runtime.strategy.tensor import PartStream
-from rlplace.runtime.strategy.wrap import recompute
+from rlplace.runtime.strategy.wrap import keep, recompute
 from tests.runtime.strategy import dropout_worker, native_worker
 from tests.runtime.strategy.native_cases import chain, flat
 
@@ -108,3 +109,11 @@ def drawn_between_passes(again):
 
 def test_a_recomputation_that_torch_ends_early_leaves_the_stream_of_the_group_where_it_was():
     assert drawn_between_passes(True) == drawn_between_passes(False)
+
+
+@pytest.mark.parametrize("name", ["_scaled_dot_product_cudnn_attention", "_efficient_attention_forward"])
+def test_selective_recomputation_keeps_what_any_kernel_of_attention_makes_without_dropout(name):
+    op = getattr(torch.ops.aten, name).default
+    before = [argument.name for argument in op._schema.arguments].index("dropout_p")
+    policies = [keep(None, op, *[None] * before, dropout) for dropout in (0.0, 0.1)]
+    assert policies == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]

@@ -126,11 +126,6 @@ class PlacedBlock(NamedTuple, Generic[T]):
         """Bytes from its first gather to the end of the step."""
         return self.held_weight_bytes + self.held_gradient_bytes + self.held_optimizer_bytes
 
-    @property
-    def exchange_s(self) -> T:
-        """Seconds to gather its weights where they are shared, and to sum its gradients, once each."""
-        return self.gather_s + self.reduce_s + self.copies_s
-
 
 class StepResult(NamedTuple):
     """Arrays that `kernel.evaluate_packed` fills."""

@@ -122,7 +122,7 @@ def _parts(problem: SearchProblem, devices: tuple[int, ...], degree: int, size: 
         recomputes = space.allows("recompute", RECOMPUTE[FULL])
         yield _Part(
             mesh, len(devices) // width, float(passes_s[0].sum()), float((x.again_s + x.weight_tensor_s)[1].sum()),
-            float(x.exchange_s[0].sum()), float(x.static_bytes[0].sum()), float(kept[0]),
+            float((x.reduce_s + x.copies_s)[0].sum()), float(x.static_bytes[0].sum()), float(kept[0]),
             float(kept[0] - kept[1]) if recomputes else 0.0, float(x.working_backward_bytes[0].max()),
         )  # fmt: skip
 

@@ -231,7 +231,7 @@ class StageTable:
             return None
         x = self._problem.scores.packer.all_blocks(place, samples, 2, spread.count, ((0, 0), (FULL, 0)))
         spent = (x.forward_s + x.forward_tensor_s + x.backward_s + x.backward_tensor_s)[0]
-        exchanged = (x.update_s + x.exchange_s)[0]
+        exchanged = (x.update_s + x.reduce_s + x.copies_s)[0]
         kept, again = x.kept_bytes, (x.again_s + x.weight_tensor_s)[1]
         rows = np.stack([spent + exchanged / spread.count, again, x.static_bytes[0], kept[0], kept[0] - kept[1]])
         borders = np.concatenate([[0.0], x.sent_bytes[0]])

@@ -219,7 +219,7 @@ class UniformOptions:
         """Returns running sums over blocks, float64 [7, B + 1], and working bytes of a pass.
 
         Bytes held all step, kept of a micro-batch, of these saved by recomputation; seconds of a micro-batch for that, and for
-        collectives inside blocks; seconds to exchange weights and gradients once, and to update.
+        collectives inside blocks; seconds to exchange weights (of one stage) and gradients once, and to update.
         """
         key = axes, self._balance.kinds(devices, places)[0], size, places > 1, count > 1, splits
         if key not in self._sums:
@@ -238,7 +238,7 @@ class UniformOptions:
                 kept[0] - kept[least],
                 again_s[least] - again_s[0],
                 inside_s[0],
-                x.exchange_s[0],
+                x.reduce_s[0] + x.copies_s[0] + (x.gather_s[0] if places == 1 else 0.0),  # else beside the first passes
                 x.update_s[0],
             ]
             running = np.cumsum(np.pad(rows, ((0, 0), (1, 0))), axis=1)

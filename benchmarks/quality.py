@@ -1,22 +1,25 @@
 """How far answers for real models are from the best known: regret over tries and seconds, by class of question.
 
-    python -m benchmarks.quality [--reference-s 600] [--first 0] [--questions 24]     rows that are missing, and the table
+    python -m benchmarks.quality [--first 0] [--questions 27]               rows that are missing, and the table
+    python -m benchmarks.quality --by "search 200 s" "annealing 200 s"      those of the references
 
 Models are captured as `rlplace place MODEL --seq ... --dtype bf16 --master-weights` captures them (fp16 where cards have no
 bf16). Every search begins from unpriced blocks. The references are the search itself and annealing over its moves from a
-random strategy, so many seconds each; regret is measured against the best that any search found. Seconds are processor time
+random strategy, for minutes each; regret is measured against the best that any search found. Seconds are processor time
 of one core, so that a busy machine gives the same figures. The search was tuned on other questions (`benchmarks.unlike`,
 `benchmarks.scale` and `benchmarks.strategy_search`).
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from time import process_time
 from types import SimpleNamespace
+from typing import Any
 
 from benchmarks.harness import ROOT, Row, add_row, arguments, markdown, missing, read_rows, write_between
 from benchmarks.strategy_search import annealed
@@ -44,7 +47,7 @@ MODELS = {
     ),
     "Mixtral 8x7B": ("hf:mixtral", 4096),
     "T5 3B": ("hf:t5,d_model=1024,d_kv=128,d_ff=16384,num_heads=32,num_layers=24,num_decoder_layers=24", 512),
-    "ViT huge": ("hf:vit,hidden_size=1280,num_hidden_layers=32,num_attention_heads=16,intermediate_size=5120", None),
+    "ViT huge": ("hf:vit,hidden_size=1280,num_hidden_layers=32,num_attention_heads=16,intermediate_size=5120", 128),
 }
 QUESTIONS = (
     ("Llama 3 8B", "h100:2x8", 128), ("Llama 3 8B", "a100-40g:4x8", 256), ("Llama 3 8B", "l4:8x8,eth=100g", 256),
@@ -58,10 +61,13 @@ QUESTIONS = (
     ("T5 3B", "a100-80g:32x8", 4096), ("T5 3B", "h100:2x8+l4:2x8+a10:2x8", 512),
     ("ViT huge", "rtx4090:2x8,eth=10g", 1024), ("ViT huge", "a100-40g:4x8+t4:8x4", 2048), ("ViT huge", "h100:32x8", 8192),
     ("ViT huge", "v100:2x8+h100:1x8+t4:4x4+a10:2x4", 2048),
+    ("Llama 3 8B", "h100:512x8", 4096), ("Llama 33B", "h100:256x8+a100-80g:256x8", 8192),
+    ("Mixtral 8x7B", "h200:1024x8", 16384),
 )  # fmt: skip
 """Model, cluster and samples a step."""
 
-LIMITS_S, CALLS = (1.0, 2.0, 5.0, 10.0), (64, 256, 1024)
+BUDGETS = ("1 s", "2 s", "5 s", "10 s", "64 tries", "256 tries", "1024 tries")
+SIZES = 64, 256, 1024, 32768
 PART = 0.85
 """Of the seconds that `rlplace place --time-limit` gives to pricing and search."""
 
@@ -81,64 +87,68 @@ def asker(model: str, cluster: str, batch: int) -> Callable[[], SearchProblem]:
     return lambda: ask(cluster=machine, batch=batch, **asked)
 
 
-def row(model: str, cluster: str, batch: int, reference_s: float) -> Row:
-    """Returns seconds of the answers of all searches; inf where nothing was found."""
-    make, found_s, words = asker(model, cluster, batch), dict[str, float](), ""
+def found(model: str, cluster: str, batch: int, by: str) -> Row:
+    """Returns a row: seconds a step of what a search found, inf for nothing; `by` is one of `BUDGETS` or "NAME SECONDS s"."""
+    make = asker(model, cluster, batch)
     make()  # facts of the model
-    limits = [{"time_limit_s": limit} for limit in (*LIMITS_S, reference_s)] + [{"calls": calls} for calls in CALLS]
-    for limit in limits:
-        began_s, problem = process_time(), make()
-        if seconds := limit.get("time_limit_s"):
-            limit = {"time_limit_s": max(PART * seconds - (process_time() - began_s), seconds / 2)}
-        name = "search" if seconds == reference_s else f"{seconds:g} s" if seconds else f"{limit['calls']} tries"
-        try:
-            answer = search(problem, **limit)  # type: ignore[arg-type]
-        except InfeasibleError:
-            found_s[name] = float("inf")
-            continue
-        best = answer.ranked[0]
-        said = DraftEvaluator(problem.costs, problem.cluster).evaluate(best.draft)
-        assert said.feasible and problem.strategy(best.draft).batch == batch
-        found_s[name] = said.step_time_s
-        if seconds == 5.0:
-            words = f"{uniform_words(problem.strategy(best.draft, tensor=False))} ({answer.calls} tries)"
-    found_s["annealing"] = annealed(make(), 0, reference_s)
-    return {"found_s": found_s, "reference_s": reference_s, "words": words}
+    began_s, problem = process_time(), make()
+    cell = {"model": model, "cluster": cluster, "batch": batch, "by": by}
+    name, _, seconds = by.removesuffix(" s").rpartition(" ")
+    if name == "annealing":
+        return {**cell, "step_s": annealed(problem, 0, float(seconds))}
+    limit: dict[str, Any] = {"calls": int(name)} if seconds == "tries" else {"time_limit_s": float(seconds)}
+    if not name:  # as `rlplace place` divides its seconds
+        limit = {"time_limit_s": max(PART * float(seconds) - (process_time() - began_s), float(seconds) / 2)}
+    try:
+        answer = search(problem, **limit)
+    except InfeasibleError:
+        return {**cell, "step_s": math.inf}
+    best = answer.ranked[0]
+    said = DraftEvaluator(problem.costs, problem.cluster).evaluate(best.draft)
+    assert said.feasible and problem.strategy(best.draft).batch == batch
+    words = uniform_words(problem.strategy(best.draft, tensor=False))
+    return {**cell, "step_s": said.step_time_s, "tries": answer.calls, "words": words}
 
 
 def table() -> str:
     """Makes the table of the page: mean and worst regret in per cent by class, for every budget."""
-    rows = [known for known in read_rows(ROWS) if (known["model"], known["cluster"], known["batch"]) in QUESTIONS]
-    names = list(rows[0]["found_s"])
-    classes: dict[str, list[Row]] = {}
-    for known in rows:
-        machine = parse(known["cluster"])
-        kinds = len({kind.name for kind in machine.kinds})
-        size = "to 64" if machine.num_devices <= 64 else "65 to 256" if machine.num_devices <= 256 else "257 to 1,024"
-        for name in (f"{'one kind' if kinds == 1 else 'several kinds'}, {size} devices", known["model"], "all"):
-            classes.setdefault(name, []).append(known)
+    steps: dict[tuple[str, str, int], dict[str, float]] = {}
+    for known in read_rows(ROWS):
+        steps.setdefault((known["model"], known["cluster"], known["batch"]), {})[known["by"]] = known["step_s"]
+    classes: dict[str, list[dict[str, float]]] = {}
+    for (model, cluster, _), own in steps.items():
+        machine = parse(cluster)
+        kinds = "one kind" if len({kind.name for kind in machine.kinds}) == 1 else "several kinds"
+        size = next(size for size in SIZES if machine.num_devices <= size)
+        names = [f"{kinds}, up to {size:,} devices", model, "all up to 1,024"]
+        for name in names if size <= SIZES[-2] else names[:1]:
+            classes.setdefault(name, []).append(own)
+    columns = [*BUDGETS, *sorted({by.rpartition(" ")[0].rpartition(" ")[0] for own in steps.values() for by in own} - {""})]
     lines = []
-    for name in sorted(classes, key=lambda name: (name == "all", name in MODELS, name)):
+    for name in sorted(classes, key=lambda name: (name.startswith("all"), name in MODELS, name)):
         cells = []
-        for column in names:
-            regrets = [100 * (one["found_s"][column] / min(one["found_s"].values()) - 1) for one in classes[name]]
-            cells.append(f"{sum(regrets) / len(regrets):.1f} ({max(regrets):.1f})")
+        for column in columns:
+            regrets = [100 * (step_s / min(own.values()) - 1) for own in classes[name] for by, step_s in own.items()
+                       if by == column or (column not in BUDGETS and by.startswith(f"{column} "))]  # fmt: skip
+            cells.append(f"{sum(regrets) / len(regrets):.1f} ({max(regrets):.1f})" if regrets else "")
         lines.append([f"{name} ({len(classes[name])})", *cells])
-    return markdown(["", *names], lines)
+    return markdown(["", *columns], lines)
 
 
 def main() -> int:
     """Makes missing rows and the table; the exit code."""
     chosen = arguments(
-        __doc__, reference_s=(600.0, "seconds of each reference"), first=(0, "first question"), questions=(24, "how many")
+        __doc__,
+        by=((*BUDGETS,), "budgets, or references as in 'search 200 s'"),
+        first=(0, "first question"),
+        questions=(len(QUESTIONS), "how many"),
     )
     budget.time = SimpleNamespace(monotonic=process_time)  # type: ignore[assignment]
     warm_up()
     some = QUESTIONS[chosen.first : chosen.first + chosen.questions]
-    for model, cluster, batch in missing(ROWS, some, "model", "cluster", "batch"):
-        found = row(model, cluster, batch, chosen.reference_s)
-        add_row(ROWS, {"model": model, "cluster": cluster, "batch": batch, **found})
-    write_between(PAGE, "quality", table())
+    for cell in missing(ROWS, [(*one, by) for one in some for by in chosen.by], "model", "cluster", "batch", "by"):
+        add_row(ROWS, found(*cell))
+        write_between(PAGE, "quality", table())
     return 0
 
 

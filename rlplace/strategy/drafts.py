@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, pairwise
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -279,11 +280,17 @@ _WORDS = {
     "shard": "fully sharded",
     "replicate": "data parallel",
 }
+_DEGREES = attrgetter(*_WORDS)
 
 
 def kind_named(stages: int, places: Sequence[Mesh]) -> str:
     """Returns the name of a kind, from its number of stages and its places."""
-    words = [word for axis, word in _WORDS.items() if any(getattr(place, axis) > 1 for place in places)]
-    if _WORDS["shard"] not in words and any(place.sharding for place in places):
+    return _kind_of_axes(stages > 1, frozenset((*_DEGREES(place), place.sharding) for place in places))
+
+
+@lru_cache(maxsize=4096)
+def _kind_of_axes(pipeline: bool, degrees: frozenset[tuple[int, ...]]) -> str:
+    words = [word for axis, word in enumerate(_WORDS.values()) if any(own[axis] > 1 for own in degrees)]
+    if _WORDS["shard"] not in words and any(level for *_, level in degrees):
         words.append(_WORDS["shard"])  # over a context group alone
-    return " x ".join(["pipeline", *words] if stages > 1 else words) or KINDS[0]
+    return " x ".join(["pipeline", *words] if pipeline else words) or KINDS[0]

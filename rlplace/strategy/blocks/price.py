@@ -48,6 +48,7 @@ from rlplace.strategy.blocks.op_costs import (
 from rlplace.strategy.blocks.rows import PricedRows, every_op, graph_of_rows, rows_of_blocks
 from rlplace.strategy.blocks.tables import find_tables
 from rlplace.strategy.costs import COLLECTIVE_KINDS, FULL, RECOMPUTE, BlockPassCosts, Cut, Floats, HeldCosts
+from rlplace.strategy.layouts.folded import Folded, fold
 from rlplace.strategy.layouts.tensor_layout import (
     VOCABULARY,
     LayoutSearch,
@@ -434,8 +435,13 @@ class PricedBlocks:
     def _split(self) -> list[tuple[OpGraph, NDArray[np.int32]]]:
         return self._once("split", lambda: [split_weight_gradients(graph) for graph in self._graphs])
 
+    def _folded(self) -> Folded:
+        _, first, number = np.unique(self.classes, return_index=True, return_inverse=True)
+        return self._once("folded", lambda: fold(self.graph, self.blocks.of_op, first[number]))
+
     def _search(self) -> LayoutSearch:
-        return self._once("layouts", lambda: LayoutSearch(self.graph, self.blocks.of_op, self._only))
+        folded = self._folded()
+        return self._once("layouts", lambda: LayoutSearch(folded.graph, self.blocks.of_op[folded.ops], self._only))
 
     def _layouts(self, cut: Cut) -> tuple[TensorLayout, ...]:
         """Returns how ops and tensors are cut, one after the other: over tensor and expert groups, then over the context."""
@@ -447,11 +453,11 @@ class PricedBlocks:
         return *layouts, self._once(key, lambda: self._context(cut))
 
     def _context(self, cut: Cut) -> TensorLayout:
-        ops = self._search().ops
+        ops, folded = self._search().ops, self._folded()
         reason = why_no_context(ops, cut)
         if reason is not None:
             raise InputError(reason)
-        return context_layout(ops, cut, self._experts.routed)
+        return folded.unfold(context_layout(ops, cut, self._experts.routed[folded.ops]))
 
     def _layout(self, cut: Cut) -> TensorLayout | None:
         """Returns how the blocks are cut over a tensor and an expert group; None where they are whole."""
@@ -464,7 +470,7 @@ class PricedBlocks:
             return None
         return self._once(
             ("layout", cut.tensor, cut.sequence_parallel),
-            lambda: self._search().layout(cut.tensor, sequence_parallel=cut.sequence_parallel),
+            lambda: self._folded().unfold(self._search().layout(cut.tensor, sequence_parallel=cut.sequence_parallel)),
         )
 
     def _seconds(self, kind: int, cut: Cut) -> Floats:

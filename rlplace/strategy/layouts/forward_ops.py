@@ -24,6 +24,9 @@ TABLE = "embedding"
 """Kinds of ops that multiply, and of the op that looks rows of a weight up."""
 
 
+NOT_TRACED = "the graph does not say how its ops can be cut; capture the model again, in this process"
+
+
 class ForwardOps:
     """The forward ops of a captured step.
 
@@ -51,7 +54,7 @@ class ForwardOps:
             InputError: The graph does not say how its ops access tensors.
         """
         if graph.traced is None:
-            raise InputError("the graph does not say how its ops can be cut; capture the model again, in this process")
+            raise InputError(NOT_TRACED)
         self.graph, self.indices, self._only = graph, graph.traced.indices, only
         maker, everything = graph.tensor_producer, np.arange(graph.num_ops)
         kind = np.array(graph.op_kind)

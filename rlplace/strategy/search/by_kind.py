@@ -12,11 +12,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from rlplace.budget import Budget
 from rlplace.plan.schedule import GPIPE, ONE_F_ONE_B, SCHEDULES, ZBV, ZERO_BUBBLE
 from rlplace.strategy.costs import FULL, RECOMPUTE
 from rlplace.strategy.drafts import Draft, Mesh, plain_draft
@@ -73,9 +73,9 @@ class _Shape(NamedTuple):
 def starts_by_kind(problem: SearchProblem, seconds: float = math.inf) -> Iterator[Draft]:
     """Yields drafts for the kinds of devices of a cluster, the most promising by the closed form first; none for one kind.
 
-    Numbers of micro-batches near `USUAL_COUNT` are priced first, and none of the others after so many seconds from then on.
+    Numbers of micro-batches near `USUAL_COUNT` are priced first, and none of the others after so many seconds.
     """
-    ends_s = math.inf
+    budget = Budget(seconds=seconds)
     space, kinds = problem.space, devices_by_kind(problem)
     if not 1 < len(kinds) <= MOST_KINDS:
         return
@@ -87,14 +87,12 @@ def starts_by_kind(problem: SearchProblem, seconds: float = math.inf) -> Iterato
     ]
     found: list[_Shape] = []
     for degree, size, count in sorted(spreads, key=lambda spread: abs(math.log2(spread[2] / USUAL_COUNT))):
-        if time.monotonic() > ends_s:
+        if found and budget.left_s() < 0.0:
             break
         parts = [list(_parts(problem, devices, degree, size)) for devices in kinds.values()]
         for chosen in itertools.product(*([None, *own] for own in parts)):
             pipeline = tuple(part for part in chosen if part is not None)
             found += _shapes(problem, pipeline, count, size)
-        if found and ends_s == math.inf:  # layouts of tensor groups are known now
-            ends_s = time.monotonic() + seconds
     for shape in sorted(found, key=lambda shape: shape.expected_s)[:KEPT]:
         yield from _drafts(problem, shape, kinds)
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from rlplace.strategy.costs import Cut
-from rlplace.strategy.drafts import KINDS
+from rlplace.budget import Budget
+from rlplace.strategy.drafts import KINDS, Devices
 from rlplace.strategy.search.fit import fitted
-from rlplace.strategy.search.shapes import device_sets
-from rlplace.strategy.search.tries import SearchProblem, Tried, Tries
+from rlplace.strategy.search.promise import Promises
+from rlplace.strategy.search.shapes import Degrees, Forms, device_sets
+from rlplace.strategy.search.tries import NEAR, SearchProblem, Tried, Tries
 from rlplace.strategy.search.uniform import Division, Option, UniformOptions
-
-FEW = 32
-"""Devices of a cluster of which all sets are tried from the beginning."""
 
 TURN = 3
 """Options by their estimates for each one by its family."""
@@ -56,54 +54,87 @@ def try_uniform(tries: Tries, options: Sequence[Option]) -> Iterator[Tried | Non
                     yield fitted(tries, one.draft(tries.problem.balance), tries.best_s)
 
 
+WAIT = 50
+"""Groups of a set of devices after which another set, whose promises are twice as long, has its turn."""
+
+
 class Listed(NamedTuple):
     """Uniform strategies in the order of `Option.key`.
 
     Attributes:
         first: Those that come first.
         rivals: Those of kinds with one dimension.
-        complete: Whether all of both were listed.
-        rest: Lists the others.
+        complete: Whether something of every such kind that may fit was listed, or all of the kind.
+        rest: Lists the others, a few at a time.
     """
 
     first: list[Option]
     rivals: list[Option]
     complete: bool
-    rest: Callable[[], list[Option]]
+    rest: Callable[[], Iterator[list[Option]]]
 
 
 def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
-    """Lists uniform strategies.
+    """Lists uniform strategies, the most promising groups first (`rlplace.strategy.search.promise`).
 
-    In large clusters the first leave no device of a kind out unless they leave out all: the rest takes longer, mostly. On all
-    devices, what cuts no layer is always listed, and what cuts layers over the largest tensor groups.
+    Sets of devices take turns. Left to the rest are groups whose promise is longer than what a strategy that fits is expected
+    to take, but for kinds with one dimension of which none fits so far; and in a group other forms of tensor and context
+    parallelism, where the usual ones are not near the best. On all devices what cuts no layer is listed, and what cuts layers
+    over the largest tensor groups, as long as nothing fits, whatever the time.
 
     Args:
         problem: The problem.
         seconds: After these whatever is not yet listed is left to the rest.
     """
-    cluster, options, ends_s = problem.cluster, UniformOptions(problem), time.monotonic() + seconds
-    sets = device_sets(problem)
-    whole, largest = {own for own, every in sets.items() if every or cluster.num_devices <= FEW}, next(iter(sets), None)
+    options, budget, sets = UniformOptions(problem), Budget(seconds=seconds), device_sets(problem)
+    groups = _groups({devices: options.divisions(devices) for devices in sets}, Promises(problem))
+    largest = max((group.degrees.tensor for group in groups), default=1)
     first: list[Option] = []
-    rivals: list[Option] = []
     later: list[Division] = []
-    late = False
-    divided = options.divisions(sets)
-    plain = {Cut(1), next((one.axes.cut(1) for one in divided if one.axes.tensor > 1), Cut(1))}
-    for division in divided:
-        chosen, rival = division.devices in whole, division.kind in KINDS
-        now = time.monotonic() < ends_s or (division.axes.cut(1) in plain and division.devices is largest)
-        if now and (chosen or rival):
-            found = list(options.of(division))
-            first += found if chosen else ()
-            rivals += found if rival else ()
-        else:
-            late |= chosen or rival
-        if not (now and chosen):
-            later.append(division)
+    unfit: dict[str, bool] = {}
+    least_s = math.inf
+    for promised_s, devices, degrees, forms in groups:
+        basic = degrees.context == degrees.expert == 1 and degrees.tensor in (1, largest) and devices is next(iter(sets))
+        near_s = math.inf
+        for form in forms:
+            best_s = math.inf
+            for division in (Division(devices, degrees.places, axes) for axes in form):
+                wanted = promised_s < least_s and (near_s == math.inf or near_s < NEAR * least_s)
+                rival = division.kind in KINDS and unfit.setdefault(division.kind, True)
+                if not ((basic and least_s == math.inf) or ((wanted or rival) and budget.left_s() > 0.0)):
+                    later.append(division)
+                    continue
+                own = list(options.of(division))
+                first += own
+                own_s = min((one.expected_s for one in own if one.short_bytes <= 0.0), default=math.inf)
+                if rival and own_s < math.inf:
+                    unfit[division.kind] = False
+                best_s = min(best_s, own_s)
+            least_s, near_s = min(least_s, best_s), min(near_s, best_s)
 
-    def rest() -> list[Option]:
-        return sorted((option for division in later for option in options.of(division)), key=Option.key)
+    def rest() -> Iterator[list[Option]]:
+        for _, own in itertools.groupby(later, key=lambda division: (division.devices, division.places, division.axes.cut(1))):
+            yield sorted((option for division in own for option in options.of(division)), key=Option.key)
 
-    return Listed(sorted(first, key=Option.key), sorted(rivals, key=Option.key), not late, rest)
+    first.sort(key=Option.key)
+    rivals = [option for option in first if option.shape.kind in KINDS]
+    return Listed(first, rivals, not any(unfit.values()), rest)
+
+
+class _Group(NamedTuple):
+    """Uniform strategies whose passes cost about the same; see `rlplace.strategy.search.promise`."""
+
+    promised_s: float
+    devices: Devices
+    degrees: Degrees
+    forms: Forms
+
+
+def _groups(sets: Mapping[Devices, Mapping[Degrees, Forms]], promises: Promises) -> list[_Group]:
+    """Returns groups in the order of listing."""
+    turns: list[tuple[float, _Group]] = []
+    for devices, own in sets.items():
+        ordered = sorted((promises.step_s(devices, degrees), degrees) for degrees in own)
+        for turn, (promised_s, degrees) in enumerate(ordered):
+            turns.append((promised_s * (1.0 + turn / WAIT), _Group(promised_s, devices, degrees, own[degrees])))
+    return [group for _, group in sorted(turns, key=lambda item: item[0])]

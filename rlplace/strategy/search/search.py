@@ -147,7 +147,11 @@ def search(
         try_unlike(tries, _explore)
         improve(tries, [*starts(tries), *chains[:STARTS]])
         improve(tries, list(starts(tries)), thorough=True)
-        uniform.extend(itertools.chain(others, try_uniform(tries, options.rest())))
+        uniform.extend(others)
+        for some in options.rest():
+            if tries.spent() >= 1.0:
+                raise OutOfBudgetError
+            uniform.extend(try_uniform(tries, some))
     except OutOfBudgetError:
         complete = False
     known = tries.known()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.plan.schedule import GPIPE, LOOP, LOOPED_BFS, ONE, SCHEDULES, V
-from rlplace.plan.strategy import CONTEXT_METHODS, GATHER, ContextMethod
+from rlplace.plan.strategy import CONTEXT_METHODS, GATHER
 from rlplace.strategy.drafts import Devices, Mesh, array_of, kind_named
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import SearchProblem
@@ -163,16 +164,49 @@ def device_sets(problem: SearchProblem) -> dict[Devices, bool]:
     return sets
 
 
-def divisions(problem: SearchProblem, devices: tuple[int, ...]) -> Iterator[tuple[int, Mesh]]:
-    """Yields numbers of places, and meshes of each without devices: all uniform ways to divide a set of devices."""
-    space = problem.space
+class Degrees(NamedTuple):
+    """Degrees that decide what a pass costs.
+
+    Attributes:
+        places: Number of places.
+        tensor: Tensor-parallel degree.
+        context: Context-parallel degree.
+        expert: Expert-parallel degree.
+        tables: Replicas that divide embedding tables.
+    """
+
+    places: int
+    tensor: int
+    context: int
+    expert: int
+    tables: int
+
+
+Forms = tuple[tuple[Mesh, ...], ...]
+"""Meshes without devices by the form of tensor and context parallelism, the usual ones first."""
+
+
+def divisions(problem: SearchProblem, devices: tuple[int, ...]) -> Mapping[Degrees, Forms]:
+    """Returns all uniform ways to divide a set of devices."""
     seats = problem.cluster.seats[array_of(devices)].T
     counts = (np.unique(own[own >= 0], return_counts=True)[1].tolist() for own in seats)
-    *per_group, per_host = (min(own, default=1) for own in counts)
-    for places in space.only("pipeline", divisors(len(devices))):
-        if places > len(problem.costs.names):
+    inside = tuple(min(own, default=1) for own in counts)
+    costs = problem.costs
+    asks_tables = costs.tables or problem.space.tables is not None
+    return _divisions(problem.space, len(costs.names), costs.experts, asks_tables, len(devices), inside)
+
+
+@lru_cache(maxsize=256)
+def _divisions(
+    space: Space, blocks: int, experts: int, asks_tables: bool, count: int, inside: tuple[int, ...]
+) -> Mapping[Degrees, Forms]:
+    """Returns `divisions` of so many devices; `inside`: those of the smallest group of each tier, and of the smallest host."""
+    found: dict[Degrees, dict[int, list[Mesh]]] = {}
+    *per_group, per_host = inside
+    for places in space.only("pipeline", divisors(count)):
+        if places > blocks:
             continue
-        width = len(devices) // places
+        width = count // places
         for tensor in space.only("tensor", divisors(width)):
             # A tensor group exchanges activations in every block: it stays inside a host unless the space asks for more.
             if tensor > 1 and (tensor & (tensor - 1) or per_host % tensor) and space.tensor is None:
@@ -180,16 +214,19 @@ def divisions(problem: SearchProblem, devices: tuple[int, ...]) -> Iterator[tupl
             for context in space.only("context", divisors(width // tensor)):
                 if context & (context - 1) and space.context is None:
                     continue
-                inside = [each // (tensor * context) for each in (per_host, *per_group)]
-                methods: Sequence[ContextMethod] = space.only("context_method", CONTEXT_METHODS) if context > 1 else (GATHER,)
-                for axes in _meshes(problem, width // tensor // context, context, tensor, inside, places > 1):
-                    ways = (True, False) if tensor > 1 else (False,), methods, _tables(problem, axes, places)
-                    for sequence, method, tables in itertools.product(*ways):
-                        yield places, Mesh((), *axes, sequence, method, tables)
+                left = [each // (tensor * context) for each in (per_host, *per_group)]
+                methods = space.only("context_method", CONTEXT_METHODS[::-1]) if context > 1 else [GATHER]
+                forms = list(itertools.product((True, False) if tensor > 1 else (False,), methods))
+                for axes in _meshes(space, experts, width // tensor // context, context, tensor, left, places > 1):
+                    for tables in _tables(space, axes, places) if asks_tables else (1,):
+                        own = found.setdefault(Degrees(places, tensor, context, axes[4], tables), {})
+                        for number, (sequence, method) in enumerate(forms):
+                            own.setdefault(number, []).append(Mesh((), *axes, sequence, method, tables))
+    return {degrees: tuple(map(tuple, forms.values())) for degrees, forms in found.items()}
 
 
 def _meshes(
-    problem: SearchProblem, data: int, context: int, tensor: int, inside: Sequence[int], chain: bool
+    space: Space, experts: int, data: int, context: int, tensor: int, inside: Sequence[int], chain: bool
 ) -> Iterator[tuple[int, int, int, int, int, int]]:
     """Yields degrees, replicate to expert, and level of meshes, by how the data axis is shared and copied.
 
@@ -197,7 +234,6 @@ def _meshes(
 
     Experts are spread over any group with shares; without shares over the whole group or not at all.
     """
-    space = problem.space
     in_host, *in_groups = (math.gcd(data, max(1, min(data, each))) for each in inside)
     for shard in sorted({data, *divisors(in_host), *in_groups} | set(space.shard or ())):
         if data % shard or not space.allows("shard", shard) or not space.allows("replicate", data // shard):
@@ -205,16 +241,15 @@ def _meshes(
         levels = (1,) if chain else (1, 2, 3)
         for sharding in (0,) if shard * context == 1 else space.only("sharding", levels if shard > 1 else (0, *levels)):
             group = shard * context * tensor
-            for expert in space.only("expert", divisors(math.gcd(group, problem.costs.experts))):
+            for expert in space.only("expert", divisors(math.gcd(group, experts))):
                 if sharding or expert in (1, group):
                     yield data // shard, shard, context, tensor, expert, sharding
 
 
-def _tables(problem: SearchProblem, axes: Sequence[int], places: int) -> list[int]:
+def _tables(space: Space, axes: Sequence[int], places: int) -> list[int]:
     """Returns over how many replicas tables are divided: none, and all of one stage without other groups."""
-    space, (replicate, shard, context, tensor, expert, _) = problem.space, axes
-    asked = problem.costs.tables or space.tables is not None
-    alone = places * context * tensor * expert == 1 and asked
+    replicate, shard, context, tensor, expert, _ = axes
+    alone = places * context * tensor * expert == 1
     return space.only("tables", sorted({1, replicate * shard if alone else 1}))
 
 

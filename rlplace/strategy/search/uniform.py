@@ -9,7 +9,8 @@ asks for. Those that may fit come first, the lowest estimate before others; a bo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,13 +19,13 @@ from numpy.typing import NDArray
 
 from rlplace.cluster.tiers import common_depth
 from rlplace.plan.strategy import CONTEXT_METHODS
-from rlplace.strategy.costs import RECOMPUTE, Cut, Floats
+from rlplace.strategy.costs import RECOMPUTE, Floats
 from rlplace.strategy.drafts import Devices, Draft, Mesh, array_of, kind_named, plain_draft
 from rlplace.strategy.executor.meshes import Border
 from rlplace.strategy.executor.rules import SLOWDOWN
 from rlplace.strategy.search.chains import Chains, all_in_flight, chains_on, runs
 from rlplace.strategy.search.cuts import Balance
-from rlplace.strategy.search.shapes import Shape, device_sets, divisions, equal_shares, unlike_shares
+from rlplace.strategy.search.shapes import Degrees, Forms, Shape, device_sets, divisions, equal_shares, unlike_shares
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import SearchProblem
 
@@ -110,30 +111,14 @@ class UniformOptions:
 
     def every(self) -> Iterator[Option]:
         """Yields every one, whether it fits or not."""
-        for division in self.divisions(device_sets(self._problem)):
-            yield from self.of(division)
+        for devices in device_sets(self._problem):
+            for degrees, forms in self.divisions(devices).items():
+                for axes in itertools.chain.from_iterable(forms):
+                    yield from self.of(Division(devices, degrees.places, axes))
 
-    def divisions(self, sets: Iterable[tuple[int, ...]]) -> list[Division]:
-        """Lists ways to divide these sets of devices, those that cut passes alike together: their prices are the same.
-
-        What needs the fewest collectives comes first: whole layers, those with divided tables before others, then the largest
-        tensor groups with parts of the sequence between layers, then the rest, and divided sequences last.
-        """
-        problem, alike = self._problem, dict[Cut, list[Division]]()
-        for devices in sets:
-            for places, axes in divisions(problem, devices):
-                alike.setdefault(axes.cut(1), []).append(Division(devices, places, axes))
-        order = sorted(
-            alike,
-            key=lambda cut: (
-                cut.context,
-                cut.tensor > 1 and not cut.sequence_parallel,
-                cut.tensor > 1,
-                -cut.tensor,
-                -cut.tables,
-            ),
-        )
-        return [division for cut in order for division in alike[cut]]
+    def divisions(self, devices: tuple[int, ...]) -> Mapping[Degrees, Forms]:
+        """Returns the ways to divide a set of devices."""
+        return divisions(self._problem, devices)
 
     def of(self, division: Division) -> Iterator[Option]:
         """Yields options for each way to spread the batch over replicas and micro-batches, and to run the chain."""
@@ -164,24 +149,35 @@ class UniformOptions:
         transfers, the update, and what is exchanged: hidden behind the passes of a single stage, exposed in a pipeline.
         """
         size, count = max(spread.sizes), max(spread.counts)
-        rows, working = zip(
-            *(self._running(devices, places, axes, size, count, bool(splits)) for splits in range(1 + chain.splits.max())),
-            strict=True,
-        )
-        sums = np.array(rows)[:, :, spread.bounds]
-        parts = (sums[..., 1:] - sums[..., :-1])[chain.splits, :, chain.order]  # [O, 7, S]
+        kinds, width = self._balance.kinds(devices, places), len(devices) // places
+        unlike = list(dict.fromkeys(kinds))
+        kind = np.array([unlike.index(own) for own in kinds])
+        first = [width * kinds.index(own) for own in unlike]
+        found = [
+            [
+                self._running(devices[start : start + width], places > 1, axes, size, count, bool(splits))
+                for splits in range(1 + chain.splits.max())
+            ]
+            for start in first
+        ]
+        sums = np.array([[rows for rows, _ in own] for own in found])[..., spread.bounds]
+        parts = sums[..., 1:] - sums[..., :-1]  # [kinds, splits, 7, G, S]
+        of_stage, stages = kind[chain.holds.argmax(axis=2)], np.arange(parts.shape[-1])
+        parts = parts[of_stage, chain.splits[:, None], :, chain.order[:, None], stages].swapaxes(1, 2)  # [O, 7, S]
         parts[:, 1:3] *= all_in_flight(chain.names, places, count)[:, None]
         held, kept, spare, again_s, inside_s, exchanged_s, update_s = np.moveaxis(parts @ chain.holds, 1, 0)  # [O, P] each
         room = self._room(devices, places)[len(spread.sizes) > 1]
-        short = held + kept + np.array(working)[chain.splits, None] - room
+        working = np.array([[size_bytes for _, size_bytes in own] for own in found])
+        short = held + kept + working[kind, chain.splits[:, None]] - room
         again_s = again_s * np.clip(short / np.maximum(spare, 1.0), 0.0, 1.0)
         pass_s = (spread.taken_s[chain.order][:, None] @ chain.holds)[:, 0] + again_s + inside_s
         slowest_s, exchanged_s = pass_s.max(axis=1), exchanged_s.max(axis=1)
         passes_s = count * slowest_s + chain.unfilled * (pass_s.sum(axis=1) - slowest_s)
         if places > 1:
             sent_s = self._handed_over_s(devices, places, axes, size, spread.bounds)[chain.order]  # [O, S - 1]
-            each_s, laps = sent_s.max(axis=1), chain.holds.sum(axis=(1, 2)) / places
-            passes_s = np.maximum(passes_s + chain.waits * count * each_s, count * laps * each_s) + 2 * sent_s.sum(axis=1)
+            into_s = np.pad(sent_s, ((0, 0), (1, 0))) + np.pad(sent_s, ((0, 0), (0, 1)))  # values and gradients of a stage
+            busy_s = (into_s[:, None] @ chain.holds).max(axis=(1, 2))  # by the links of one place
+            passes_s = np.maximum(passes_s + chain.waits * count * sent_s.max(axis=1), count * busy_s) + 2 * sent_s.sum(axis=1)
             step_s = passes_s + exchanged_s
         else:
             exchanged_s = exchanged_s * {2: (1 + count) / 2, 3: 1.5 * count}.get(axes.sharding, 1)
@@ -214,18 +210,18 @@ class UniformOptions:
         return np.where(crossing, latency_s + s_per_byte * sent[np.maximum(inner, 1) - 1], 0.0)
 
     def _running(
-        self, devices: tuple[int, ...], places: int, axes: Mesh, size: int, count: int, splits: bool
+        self, devices: tuple[int, ...], pipeline: bool, axes: Mesh, size: int, count: int, splits: bool
     ) -> tuple[Floats, float]:
-        """Returns running sums over blocks, float64 [7, B + 1], and working bytes of a pass.
+        """Returns running sums over blocks, float64 [7, B + 1], and working bytes of a pass, on the devices of a place.
 
         Bytes held all step, kept of a micro-batch, of these saved by recomputation; seconds of a micro-batch for that, and for
         collectives inside blocks; seconds to exchange weights (of one stage) and gradients once, and to update.
         """
-        key = axes, self._balance.kinds(devices, places)[0], size, places > 1, count > 1, splits
+        key = axes, self._balance.kinds(devices, 1)[0], size, pipeline, count > 1, splits
         if key not in self._sums:
-            mesh = dataclasses.replace(axes, devices=devices[: len(devices) // places])
+            mesh = dataclasses.replace(axes, devices=devices)
             words = [number for number, word in enumerate(RECOMPUTE) if self._problem.space.allows("recompute", word)] or [0]
-            x = self._problem.scores.packer.all_blocks(mesh, size, places, count, [(number, 0) for number in words])
+            x = self._problem.scores.packer.all_blocks(mesh, size, 1 + pipeline, count, [(number, 0) for number in words])
             kept = x.kept_bytes
             if splits:  # a micro-batch is held until its gradients of weights are there
                 kept = np.maximum(kept, x.halved_bytes.min(axis=0))
@@ -264,7 +260,8 @@ class UniformOptions:
                 continue
             if too_large:
                 return
-            _, working_bytes = self._running(devices, places, axes, sizes[0], counts[0], splits=False)
+            first = devices[: len(devices) // places]
+            _, working_bytes = self._running(first, places > 1, axes, sizes[0], counts[0], splits=False)
             too_large = working_bytes > self._room(devices, places)[1].max()
             stages = [balance.stages(kinds, axes.cut(sizes[0]), order) for order in chain.orders]
             total_s, paced_s = np.array([(one.total_s, one.paced_s(counts[0])) for one in stages])[chain.order].T

@@ -1,0 +1,186 @@
+"""A step in which one block of each kind stands for all that are like it, so that layouts are searched in a few blocks.
+
+Blocks that have the same ops, read and write alike and share no parameter with others are alike. In the folded step whatever
+reads a tensor of a block that was left out reads that of the block that stands for it; the numbers of tensors stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplace.errors import InputError
+from rlplace.model.graph.indices import Indices, Traced
+from rlplace.model.graph.opgraph import OpGraph
+from rlplace.records import trusted
+from rlplace.strategy.blocks.rows import graph_of_rows, rows_of_blocks
+from rlplace.strategy.layouts.forward_ops import NOT_TRACED
+from rlplace.strategy.layouts.tensor_layout import LayoutCollective, TensorLayout
+
+Ints = NDArray[np.int64]
+
+
+class Folded(NamedTuple):
+    """A folded step.
+
+    Attributes:
+        graph: The ops that are left, n of N, and all tensors.
+        whole: The step itself.
+        of_op: int [N], block of every op of the step.
+        ops: int64 [n], their numbers in the step.
+        row: int64 [N], which of them stands for each op.
+        tensor: int64 [T], the tensor that stands for each.
+        inputs: For each op of the step that reads tensors, those in the order of the op that stands for it.
+    """
+
+    graph: OpGraph
+    whole: OpGraph
+    of_op: NDArray[Any]
+    ops: Ints
+    row: Ints
+    tensor: Ints
+    inputs: dict[int, list[int]]
+
+    def unfold(self, layout: TensorLayout) -> TensorLayout:
+        """Returns the layout of the step from that of the folded one."""
+        graph, row = self.whole, self.row.tolist()
+        stands = np.arange(len(graph.parameters))
+        held = np.flatnonzero((graph.tensor_parameter >= 0) & (graph.tensor_producer < 0))
+        stands[graph.tensor_parameter[held]] = graph.tensor_parameter[self.tensor[held]]
+        members: dict[int, list[int]] = defaultdict(list)
+        for op, number in enumerate(row):
+            members[number].append(op)
+        paths: dict[str, dict[str, None]] = defaultdict(dict)
+        for op, number in enumerate(row):
+            paths[graph.op_module[self.ops[number]]][graph.op_module[op]] = None
+        for parameter, other in zip(graph.parameters, stands.tolist(), strict=True):
+            first = graph.parameters[other]
+            for one, own in zip((first.name, *first.aliases), (parameter.name, *parameter.aliases), strict=False):
+                paths[one.rpartition(".")[0]][own.rpartition(".")[0]] = None
+        return TensorLayout(
+            layout.degree,
+            layout.op_parts[self.row],
+            {op: layout.op_dims[number] for op, number in enumerate(row) if number in layout.op_dims},
+            layout.tensor_parts[self.tensor],
+            layout.parameter_parts[stands],
+            tuple(self._of(item, op) for item in layout.collectives for op in members[item.op]),
+            {path: word for first, word in layout.modules.items() for path in paths[first]},
+            np.flatnonzero(np.isin(self.row, layout.thin_ops)),
+        )
+
+    def _of(self, item: LayoutCollective, op: int) -> LayoutCollective:
+        """Returns a collective of an op that an op of the folded step stands for."""
+        graph, first = self.whole, int(self.ops[item.op])
+        made = np.flatnonzero(graph.tensor_producer == op)
+        own = made[self.tensor[made] == item.tensor].tolist()
+        if not own:
+            theirs = self.inputs.get(first) or graph.edge_tensor[graph.consumers == first].tolist()
+            at = self.tensor[theirs].tolist().index(item.tensor)
+            own = [self.inputs[op][at] if op != first else theirs[at]]
+        return dataclasses.replace(item, block=int(self.of_op[op]), op=op, tensor=own[0])
+
+
+def fold(graph: OpGraph, of_op: NDArray[Any], first: Ints) -> Folded:
+    """Folds a step.
+
+    Args:
+        graph: Captured in this process.
+        of_op: int [N], block of every op.
+        first: int64 [B], the first block that has the same ops as each, in the same order.
+
+    Raises:
+        InputError: The graph does not say how its ops access tensors.
+    """
+    if graph.traced is None:
+        raise InputError(NOT_TRACED)
+    first = _refined(graph, of_op, first)
+    while True:
+        ops, row = rows_of_blocks(of_op, first)
+        stands = ops[row]  # op of the step
+        tensor, inputs, unlike = _matched(graph, of_op, stands)
+        if not unlike:
+            break
+        first[sorted(unlike)] = sorted(unlike)
+    number = np.full(graph.num_ops, -1, dtype=np.int64)
+    number[ops] = np.arange(len(ops))
+    reader, read = number[graph.consumers], tensor[graph.edge_tensor]
+    edges = np.unique(np.stack([read, reader], axis=1)[reader >= 0], axis=0)
+    indices = graph.traced.indices
+    access: dict[int, dict[int, Any]] = {}
+    for at, names in indices.access.items():
+        for op, own in names.items():
+            if number[op] >= 0:
+                access.setdefault(int(tensor[at]), {})[int(number[op])] = own
+    dims, statistics = ({int(number[op]): own for op, own in known.items() if number[op] >= 0}
+                        for known in (indices.dims, indices.statistics))  # fmt: skip
+    traced = Traced((), (), {})  # type: ignore[arg-type]
+    traced.__dict__["indices"] = Indices(dims, indices.axes, access, statistics)  # type: ignore[arg-type]
+    with trusted():
+        folded = dataclasses.replace(
+            graph_of_rows(graph, ops),
+            consumers=edges[:, 1].astype(np.int32),
+            consumer_ptr=np.searchsorted(edges[:, 0], np.arange(graph.num_tensors + 1)),
+            traced=traced,
+        )
+    return Folded(folded, graph, of_op, ops, row, tensor, inputs)
+
+
+def _refined(graph: OpGraph, of_op: NDArray[Any], first: Ints) -> Ints:
+    """Returns the first of the blocks that also read the tensors of like blocks, and whose tensors like blocks read."""
+    maker = graph.tensor_producer[graph.edge_tensor]
+    made, read = of_op[maker[maker >= 0]], of_op[graph.consumers[maker >= 0]]
+    ways: list[set[tuple[int, int]]] = [set() for _ in first]
+    for one, other in np.unique(np.stack([made, read], axis=1)[made != read], axis=0).tolist():
+        ways[other].add((0, int(first[one])))
+        ways[one].add((1, int(first[other])))
+    known: dict[object, int] = {}
+    return np.array([known.setdefault((own, frozenset(ways[b])), b) for b, own in enumerate(first.tolist())], dtype=np.int64)
+
+
+def _matched(graph: OpGraph, of_op: NDArray[Any], stands: Ints) -> tuple[Ints, dict[int, list[int]], set[int]]:
+    """Returns which tensor stands for each, the inputs of ops in the same order, and blocks that are not alike after all."""
+    assert graph.traced is not None
+    indices, maker, size = graph.traced.indices, graph.tensor_producer, graph.tensor_bytes
+    tensor, unlike = np.arange(graph.num_tensors), set[int]()
+    made: dict[int, list[int]] = defaultdict(list)
+    for at in np.flatnonzero(maker >= 0).tolist():
+        made[int(maker[at])].append(at)
+    read: dict[int, list[int]] = defaultdict(list)
+    for at, op in zip(graph.edge_tensor.tolist(), graph.consumers.tolist(), strict=True):
+        read[op].append(at)
+    left_out = np.flatnonzero(stands != np.arange(graph.num_ops)).tolist()
+    for op in left_out:
+        own, others = made[op], made[int(stands[op])]
+        if len(own) == len(others):
+            tensor[own] = others
+        else:
+            unlike.add(int(of_op[op]))
+    reads = np.unique(np.stack([graph.edge_tensor, of_op[graph.consumers]], axis=1), axis=0)[:, 0]
+    shared = np.bincount(reads, minlength=graph.num_tensors) > 1
+
+    def sort(op: int, at: int) -> int:
+        """Returns 0 and 1 for what no op makes, of one block or of several, 2 and 3 for what the own and other blocks make."""
+        return int(shared[at]) if maker[at] < 0 else 2 + int(of_op[maker[at]] != of_op[op])
+
+    inputs: dict[int, list[int]] = {}
+    for op in dict.fromkeys((*stands[left_out].tolist(), *left_out)):
+        keyed = ((sort(op, at), int(tensor[at]) if sort(op, at) == 2 else int(size[at]), at) for at in read[op])
+        inputs[op] = [at for _, _, at in sorted(keyed)]
+    for op in left_out:
+        other, own, theirs = int(stands[op]), inputs[op], inputs[int(stands[op])]
+        alike = len(own) == len(theirs) and indices.dims.get(op) == indices.dims.get(other)
+        for at, to in zip(own, theirs, strict=False):
+            kind = sort(op, at)
+            if kind == 0:
+                alike &= tensor[at] in (at, to)
+                tensor[at] = to
+            alike &= kind == sort(other, to) and size[at] == size[to] and (kind in (0, 3) or tensor[at] == to)
+        for at, to in zip((*own, *made[op]), (*theirs, *made[other]), strict=False):
+            alike &= indices.access.get(at, {}).get(op) == indices.access.get(to, {}).get(other)
+        if not alike:
+            unlike.add(int(of_op[op]))
+    return tensor, inputs, unlike

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -90,30 +89,32 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
     groups = _groups({devices: options.divisions(devices) for devices in sets}, Promises(problem))
     largest = max((group.degrees.tensor for group in groups), default=1)
     first: list[Option] = []
-    later: list[Division] = []
+    later: list[list[Division]] = []
     unfit: dict[str, bool] = {}
     least_s = math.inf
     for promised_s, devices, degrees, forms in groups:
         basic = degrees.context == degrees.expert == 1 and degrees.tensor in (1, largest) and devices is next(iter(sets))
+        rival = sum(degree > 1 for degree in degrees) <= 1
         near_s = math.inf
         for form in forms:
-            best_s = math.inf
+            best_s, left = math.inf, list[Division]()
+            wanted = promised_s < least_s and (near_s == math.inf or near_s < NEAR * least_s)
             for division in (Division(devices, degrees.places, axes) for axes in form):
-                wanted = promised_s < least_s and (near_s == math.inf or near_s < NEAR * least_s)
-                rival = division.kind in KINDS and unfit.setdefault(division.kind, True)
-                if not ((basic and least_s == math.inf) or ((wanted or rival) and budget.left_s() > 0.0)):
-                    later.append(division)
+                rivals = rival and division.kind in KINDS and unfit.setdefault(division.kind, True)
+                if not ((basic and least_s == math.inf) or ((wanted or rivals) and budget.left_s() > 0.0)):
+                    left.append(division)
                     continue
                 own = list(options.of(division))
                 first += own
                 own_s = min((one.expected_s for one in own if one.short_bytes <= 0.0), default=math.inf)
-                if rival and own_s < math.inf:
+                if rivals and own_s < math.inf:
                     unfit[division.kind] = False
                 best_s = min(best_s, own_s)
             least_s, near_s = min(least_s, best_s), min(near_s, best_s)
+            later.append(left)
 
     def rest() -> Iterator[list[Option]]:
-        for _, own in itertools.groupby(later, key=lambda division: (division.devices, division.places, division.axes.cut(1))):
+        for own in later:
             yield sorted((option for division in own for option in options.of(division)), key=Option.key)
 
     first.sort(key=Option.key)

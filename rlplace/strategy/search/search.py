@@ -54,7 +54,7 @@ CHAINS_PART = 0.5
 PATIENCE = 3
 """Uniform strategies end earlier where none was better in so many times the calls up to the best."""
 
-LISTING_PART = 0.45
+LISTING_PART = 0.3
 """Part of the seconds after which no further uniform strategies are listed before the search."""
 
 RIVALS_PART = 0.6

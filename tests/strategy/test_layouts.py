@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from functools import cache
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -13,13 +14,16 @@ from torch import nn
 
 from rlplace.errors import InputError
 from rlplace.model.capture.capture import capture
-from rlplace.model.graph.opgraph import PARAMETER, UPDATE
+from rlplace.model.graph.opgraph import PARAMETER, UPDATE, with_causal_attention
 from rlplace.model.graph.rescale import rescale
 from rlplace.model.zoo import load_model
 from rlplace.strategy.blocks.blocks import find_blocks
-from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS
+from rlplace.strategy.blocks.context import context_layout, why_no_context
+from rlplace.strategy.blocks.price import PricedBlocks
+from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS, Cut
 from rlplace.strategy.layouts.cut_block import found_blocks
 from rlplace.strategy.layouts.cut_moves import eliminate
+from rlplace.strategy.layouts.folded import fold
 from rlplace.strategy.layouts.tensor_layout import LayoutSearch
 
 BATCH, SEQUENCE, HIDDEN, WIDTH, VOCABULARY = 3, 24, 64, 96, 128
@@ -323,3 +327,65 @@ def test_what_no_cut_fits_is_named_though_its_positions_divide():
     item = found_blocks(search.ops, sequence_parallel=True)[0]
     (reason,) = search._undivided(item, None, 1)
     assert f"the result of {graph.op_names[item.ops[-1]]} cannot be cut" in reason
+
+
+DEEP = {
+    "llama": "hf:llama,num_hidden_layers=8,hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=2",
+    "gpt2": "hf:gpt2,n_layer=8,n_embd=64,n_head=4",
+    "gemma": "hf:gemma2,num_hidden_layers=12,hidden_size=64,intermediate_size=128,num_attention_heads=4,head_dim=16,"
+    "num_key_value_heads=2",
+    "t5": "hf:t5,num_layers=7,num_decoder_layers=7,d_model=64,d_kv=16,num_heads=4,d_ff=128",
+    "mixtral": "hf:mixtral,num_hidden_layers=8,hidden_size=64,intermediate_size=128,num_attention_heads=4,"
+    "num_key_value_heads=2,num_local_experts=4",
+}
+
+
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in DEEP if name != "gpt2")])
+def test_one_block_of_each_kind_stands_for_all(name):
+    """The layout of a folded step, unfolded, is that of the step, of tensor groups and of parts of the sequence."""
+    loaded = load_model(f"{DEEP[name]},vocab_size=64", batch=2, seq=16)
+    graph = with_causal_attention(capture(loaded.module, loaded.example_inputs, loss=loaded.loss))
+    blocks = PricedBlocks(graph, "h100:2")
+    search, of_op = LayoutSearch(graph, blocks.blocks.of_op), blocks.blocks.of_op
+    _, first, number = np.unique(blocks.classes, return_index=True, return_inverse=True)
+    folded = fold(graph, of_op, first[number])
+    few = LayoutSearch(folded.graph, of_op[folded.ops])
+    assert len(folded.ops) < graph.num_ops
+    layouts = [
+        (search.layout(degree, sequence_parallel=sequence), few.layout(degree, sequence_parallel=sequence))
+        for degree, sequence in ((2, False), (2, True), (4, False))
+    ]
+    routed = np.zeros(graph.num_ops, dtype=bool)
+    for cut in (Cut(1, context=2), Cut(1, context=2, context_method="ring")):
+        assert why_no_context(search.ops, cut) == why_no_context(few.ops, cut)
+        if why_no_context(few.ops, cut) is None:
+            layouts.append((context_layout(search.ops, cut, routed), context_layout(few.ops, cut, routed[folded.ops])))
+    for whole, small in layouts:
+        found = folded.unfold(small)
+        for name in ("op_parts", "tensor_parts", "parameter_parts", "thin_ops"):
+            assert np.array_equal(getattr(found, name), getattr(whole, name))
+        assert dict(found.op_dims) == dict(whole.op_dims) and dict(found.modules) == dict(whole.modules)
+        key = attrgetter("block", "op", "tensor", "when", "kind", "times")
+        assert sorted(map(key, found.collectives)) == sorted(map(key, whole.collectives))
+
+
+def test_a_block_that_reads_otherwise_stands_for_itself():
+    """Blocks of the same ops, one of which adds its input where the others add what they made."""
+
+    class Block(torch.nn.Module):
+        def __init__(self, other):
+            super().__init__()
+            self.inner, self.outer, self.other = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), other
+
+        def forward(self, x):
+            made = self.inner(x)
+            return self.outer(x if self.other else made) + made
+
+    model = torch.nn.Sequential(*(Block(number == 4) for number in range(9)))
+    graph = capture(model, torch.ones(4, 16), loss=torch.sum)
+    names, of_op = blocks_of(graph)
+    folded = fold(graph, of_op, np.zeros(len(names), dtype=np.int64))
+    kept = set(of_op[folded.ops].tolist())
+    assert {0, 4, 8} <= kept and len(kept) < 9
+    whole = LayoutSearch(graph, of_op).layout(2)
+    assert dict(folded.unfold(LayoutSearch(folded.graph, of_op[folded.ops]).layout(2)).modules) == dict(whole.modules)

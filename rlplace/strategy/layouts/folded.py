@@ -1,7 +1,8 @@
 """A step in which one block of each kind stands for all that are like it, so that layouts are searched in a few blocks.
 
 Blocks that have the same ops, read and write alike and share no parameter with others are alike. In the folded step whatever
-reads a tensor of a block that was left out reads that of the block that stands for it; the numbers of tensors stay.
+reads a tensor of a block that was left out reads that of the block that stands for it, and whatever forward ops read in the
+step is read; the numbers of tensors stay.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from rlplace.errors import InputError
 from rlplace.model.graph.indices import Indices, Traced
-from rlplace.model.graph.opgraph import OpGraph
+from rlplace.model.graph.opgraph import FORWARD, OpGraph
 from rlplace.records import trusted
 from rlplace.strategy.blocks.rows import graph_of_rows, rows_of_blocks
 from rlplace.strategy.layouts.forward_ops import NOT_TRACED
@@ -97,28 +98,32 @@ def fold(graph: OpGraph, of_op: NDArray[Any], first: Ints) -> Folded:
     """
     if graph.traced is None:
         raise InputError(NOT_TRACED)
-    first = _refined(graph, of_op, first)
+    first, number = _refined(graph, of_op, first), np.full(graph.num_ops, -1, dtype=np.int64)
     while True:
         ops, row = rows_of_blocks(of_op, first)
-        stands = ops[row]  # op of the step
-        tensor, inputs, unlike = _matched(graph, of_op, stands)
-        if not unlike:
+        tensor, inputs, alone = _matched(graph, of_op, ops[row])
+        number[:] = -1
+        number[ops] = np.arange(len(ops))
+        reader, read = number[graph.consumers], tensor[graph.edge_tensor]
+        edges = np.unique(np.stack([read, reader], axis=1)[reader >= 0], axis=0)
+        maker = np.where(graph.tensor_producer >= 0, graph.tensor_producer, 0)[graph.edge_tensor]
+        kept = (graph.tensor_producer >= 0)[graph.edge_tensor] & (number[maker] >= 0)
+        ahead = (graph.op_phase[maker] == FORWARD) & (graph.op_phase[graph.consumers] == FORWARD)
+        unread = kept & ahead & ~np.isin(graph.edge_tensor, edges[:, 0])
+        alone |= set(of_op[graph.consumers[unread]].tolist())
+        if not alone:
             break
-        first[sorted(unlike)] = sorted(unlike)
-    number = np.full(graph.num_ops, -1, dtype=np.int64)
-    number[ops] = np.arange(len(ops))
-    reader, read = number[graph.consumers], tensor[graph.edge_tensor]
-    edges = np.unique(np.stack([read, reader], axis=1)[reader >= 0], axis=0)
+        first[sorted(alone)] = sorted(alone)
     indices = graph.traced.indices
     access: dict[int, dict[int, Any]] = {}
     for at, names in indices.access.items():
         for op, own in names.items():
             if number[op] >= 0:
                 access.setdefault(int(tensor[at]), {})[int(number[op])] = own
-    dims, statistics = ({int(number[op]): own for op, own in known.items() if number[op] >= 0}
-                        for known in (indices.dims, indices.statistics))  # fmt: skip
-    traced = Traced((), (), {})  # type: ignore[arg-type]
-    traced.__dict__["indices"] = Indices(dims, indices.axes, access, statistics)  # type: ignore[arg-type]
+    dims, statistics, accesses = ({int(number[op]): own for op, own in known.items() if number[op] >= 0}
+                        for known in (indices.dims, indices.statistics, graph.traced.accesses))  # fmt: skip
+    traced = Traced(accesses, graph.traced.rows, {})
+    traced.__dict__["indices"] = Indices(dims, indices.axes, access, statistics)
     with trusted():
         folded = dataclasses.replace(
             graph_of_rows(graph, ops),
@@ -132,11 +137,12 @@ def fold(graph: OpGraph, of_op: NDArray[Any], first: Ints) -> Folded:
 def _refined(graph: OpGraph, of_op: NDArray[Any], first: Ints) -> Ints:
     """Returns the first of the blocks that also read the tensors of like blocks, and whose tensors like blocks read."""
     maker = graph.tensor_producer[graph.edge_tensor]
-    made, read = of_op[maker[maker >= 0]], of_op[graph.consumers[maker >= 0]]
-    ways: list[set[tuple[int, int]]] = [set() for _ in first]
-    for one, other in np.unique(np.stack([made, read], axis=1)[made != read], axis=0).tolist():
-        ways[other].add((0, int(first[one])))
-        ways[one].add((1, int(first[other])))
+    inner = maker >= 0
+    made, read, phase = of_op[maker[inner]], of_op[graph.consumers[inner]], graph.op_phase[maker[inner]]
+    ways: list[set[tuple[int, int, int]]] = [set() for _ in first]
+    for one, other, when in np.unique(np.stack([made, read, phase], axis=1)[made != read], axis=0).tolist():
+        ways[other].add((0, when, int(first[one])))
+        ways[one].add((1, when, int(first[other])))
     known: dict[object, int] = {}
     return np.array([known.setdefault((own, frozenset(ways[b])), b) for b, own in enumerate(first.tolist())], dtype=np.int64)
 

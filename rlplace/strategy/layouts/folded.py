@@ -1,7 +1,7 @@
-"""A step in which one block of each kind stands for all that are like it, so that layouts are searched in a few blocks.
+"""A step in which one block of each kind represents all that are like it, so that layouts are searched in a few blocks.
 
 Blocks that have the same ops, read and write alike and share no parameter with others are alike. In the folded step whatever
-reads a tensor of a block that was left out reads that of the block that stands for it, and whatever forward ops read in the
+reads a tensor of a block that was left out reads that of the block that represents it, and whatever forward ops read in the
 step is read; the numbers of tensors stay.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from rlplace.strategy.layouts.forward_ops import NOT_TRACED
 from rlplace.strategy.layouts.tensor_layout import LayoutCollective, TensorLayout
 
 Ints = NDArray[np.int64]
+T = TypeVar("T")
 
 
 class Folded(NamedTuple):
@@ -33,9 +35,9 @@ class Folded(NamedTuple):
         whole: The step itself.
         of_op: int [N], block of every op of the step.
         ops: int64 [n], their numbers in the step.
-        row: int64 [N], which of them stands for each op.
-        tensor: int64 [T], the tensor that stands for each.
-        inputs: For each op of the step that reads tensors, those in the order of the op that stands for it.
+        row: int64 [N], which of them represents each op.
+        tensor: int64 [T], the tensor that represents each.
+        inputs: For each op of the step that reads tensors, those in the order of the op that represents it.
     """
 
     graph: OpGraph
@@ -74,7 +76,7 @@ class Folded(NamedTuple):
         )
 
     def _of(self, item: LayoutCollective, op: int) -> LayoutCollective:
-        """Returns a collective of an op that an op of the folded step stands for."""
+        """Returns a collective of an op that an op of the folded step represents."""
         graph, first = self.whole, int(self.ops[item.op])
         made = np.flatnonzero(graph.tensor_producer == op)
         own = made[self.tensor[made] == item.tensor].tolist()
@@ -120,9 +122,8 @@ def fold(graph: OpGraph, of_op: NDArray[Any], first: Ints) -> Folded:
         for op, own in names.items():
             if number[op] >= 0:
                 access.setdefault(int(tensor[at]), {})[int(number[op])] = own
-    dims, statistics, accesses = ({int(number[op]): own for op, own in known.items() if number[op] >= 0}
-                        for known in (indices.dims, indices.statistics, graph.traced.accesses))  # fmt: skip
-    traced = Traced(accesses, graph.traced.rows, {})
+    traced = Traced(_renumbered(graph.traced.accesses, number), graph.traced.rows, {})
+    dims, statistics = _renumbered(indices.dims, number), _renumbered(indices.statistics, number)
     traced.__dict__["indices"] = Indices(dims, indices.axes, access, statistics)
     with trusted():
         folded = dataclasses.replace(
@@ -132,6 +133,11 @@ def fold(graph: OpGraph, of_op: NDArray[Any], first: Ints) -> Folded:
             traced=traced,
         )
     return Folded(folded, graph, of_op, ops, row, tensor, inputs)
+
+
+def _renumbered(known: Mapping[int, T], number: Ints) -> dict[int, T]:
+    """Returns what is known of the ops that are left, by their numbers in the folded step."""
+    return {int(number[op]): own for op, own in known.items() if number[op] >= 0}
 
 
 def _refined(graph: OpGraph, of_op: NDArray[Any], first: Ints) -> Ints:
@@ -148,7 +154,7 @@ def _refined(graph: OpGraph, of_op: NDArray[Any], first: Ints) -> Ints:
 
 
 def _matched(graph: OpGraph, of_op: NDArray[Any], stands: Ints) -> tuple[Ints, dict[int, list[int]], set[int]]:
-    """Returns which tensor stands for each, the inputs of ops in the same order, and blocks that are not alike after all."""
+    """Returns which tensor represents each, the inputs of ops in the same order, and blocks that are not alike after all."""
     assert graph.traced is not None
     indices, maker, size = graph.traced.indices, graph.tensor_producer, graph.tensor_bytes
     tensor, unlike = np.arange(graph.num_tensors), set[int]()

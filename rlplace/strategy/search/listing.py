@@ -100,14 +100,14 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
             best_s, left = math.inf, list[Division]()
             wanted = promised_s < least_s and (near_s == math.inf or near_s < NEAR * least_s)
             for division in (Division(devices, degrees.places, axes) for axes in form):
-                rivals = rival and division.kind in KINDS and unfit.setdefault(division.kind, True)
-                if not ((basic and least_s == math.inf) or ((wanted or rivals) and budget.left_s() > 0.0)):
+                lacking = rival and division.kind in KINDS and unfit.setdefault(division.kind, True)
+                if not ((basic and least_s == math.inf) or ((wanted or lacking) and budget.left_s() > 0.0)):
                     left.append(division)
                     continue
                 own = list(options.of(division))
                 first += own
                 own_s = min((one.expected_s for one in own if one.short_bytes <= 0.0), default=math.inf)
-                if rivals and own_s < math.inf:
+                if lacking and own_s < math.inf:
                     unfit[division.kind] = False
                 best_s = min(best_s, own_s)
             least_s, near_s = min(least_s, best_s), min(near_s, best_s)

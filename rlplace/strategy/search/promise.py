@@ -32,7 +32,7 @@ CALLS = {ALL_GATHER: 4, CONTEXT_GATHER: 1, EXPERT_ALL_TO_ALL: 4}
 
 
 class _Set(NamedTuple):
-    """What promises need of a set of devices.
+    """The facts of a set of devices that promises need.
 
     Attributes:
         counts: int64 [K], devices of each kind.

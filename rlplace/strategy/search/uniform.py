@@ -234,7 +234,7 @@ class UniformOptions:
                 kept[0] - kept[least],
                 again_s[least] - again_s[0],
                 inside_s[0],
-                x.reduce_s[0] + x.copies_s[0] + (x.gather_s[0] if places == 1 else 0.0),  # else beside the first passes
+                x.reduce_s[0] + x.copies_s[0] + (0.0 if pipeline else x.gather_s[0]),  # else beside the first passes
                 x.update_s[0],
             ]
             running = np.cumsum(np.pad(rows, ((0, 0), (1, 0))), axis=1)

@@ -13,7 +13,7 @@ from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor.rules import at_once_s, slowed_s, wider
 
 
-class Ahead(NamedTuple):
+class GathersAhead(NamedTuple):
     """Gathers as a stage meets them.
 
     Attributes:
@@ -31,7 +31,9 @@ class Ahead(NamedTuple):
         return max(0.0, self.left_s - microbatch * inside_s)
 
 
-def gather_ahead(draft: Draft, times_s: Sequence[Sequence[tuple[float, float, float]]], meets: Sequence[float]) -> list[Ahead]:
+def gather_ahead(
+    draft: Draft, times_s: Sequence[Sequence[tuple[float, float, float]]], meets: Sequence[float]
+) -> list[GathersAhead]:
     """Returns for each stage of a pipeline what it meets.
 
     Args:
@@ -66,7 +68,7 @@ def gather_ahead(draft: Draft, times_s: Sequence[Sequence[tuple[float, float, fl
                 ready_s = max(ready_s, ends_s[-1] - before_s)
             before_s += compute * slower + tensor * longer
         came_s = max(came_s, ready_s) + before_s
-        found.append(Ahead(ready_s, left_s, tuple(ends_s)))
+        found.append(GathersAhead(ready_s, left_s, tuple(ends_s)))
     return found
 
 

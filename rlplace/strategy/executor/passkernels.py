@@ -32,7 +32,7 @@ hidden_buckets = inner(rules.hidden_buckets)
 BLOCK, CHOSEN = 29, 8
 
 # Seconds and bytes of a stage's micro-batches, float64 [S, STAGE]; the last seven are ops and collectives of its actions.
-# `READY_S` and `LEFT_S` are those of `ahead.Ahead`.
+# `READY_S` and `LEFT_S` are those of `ahead.GathersAhead`.
 (
     KEEPS, HALVES, FORWARD_PEAK, BACKWARD_PEAK, HALF_PEAK, WEIGHT_PEAK, EXCHANGE_PEAK, STATIC_BYTES, EXCHANGE_S,
     READY_S, LEFT_S, MEETS, FORWARD_C, FORWARD_T, BACKWARD_C, BACKWARD_T, INPUT_C, WEIGHT_C, WEIGHT_T,

@@ -22,7 +22,7 @@ from rlplace.strategy.costs import (
     kind_numbers,
 )
 from rlplace.strategy.drafts import Draft, Mesh
-from rlplace.strategy.executor.ahead import Ahead
+from rlplace.strategy.executor.ahead import GathersAhead
 from rlplace.strategy.executor.meshes import (
     Groups,
     Lane,
@@ -341,7 +341,9 @@ def single_stage(blocks: Sequence[ReferenceBlock], microbatches: int, all_reduce
     return work
 
 
-def stage_action(blocks: Sequence[ReferenceBlock], kind: str, microbatch: int, ahead: Ahead) -> tuple[float, float, float]:
+def stage_action(
+    blocks: Sequence[ReferenceBlock], kind: str, microbatch: int, ahead: GathersAhead
+) -> tuple[float, float, float]:
     """Returns seconds of ops, of collectives inside blocks, and by which gathers prolong an action of a pipeline."""
     if kind == "F":
         pieces = [(block.compute_s[FORWARD_PASS], block.tensor_s[FORWARD_PASS]) for block in blocks]

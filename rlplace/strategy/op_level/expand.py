@@ -26,7 +26,7 @@ from rlplace.problem import Problem
 from rlplace.strategy.blocks.op_costs import OpCosts, slowest
 from rlplace.strategy.drafts import Draft
 from rlplace.strategy.executor import arrays as c
-from rlplace.strategy.executor.ahead import Ahead, gather_ahead
+from rlplace.strategy.executor.ahead import GathersAhead, gather_ahead
 from rlplace.strategy.executor.arrays import PlacedBlock
 from rlplace.strategy.executor.meshes import Lane, alike_lanes, borders, lane_of, stage_actions
 from rlplace.strategy.executor.packing import Packer, placed_blocks, received_bytes
@@ -58,7 +58,7 @@ class LaneBuild:
             self.collective_s.append(
                 [max(0.0, table_s(tables[numbers[item.kind]], item.size_bytes) - item.hidden_s) for item in passed.collectives]
             )
-        self.ahead: list[Ahead] = []
+        self.ahead: list[GathersAhead] = []
         self.gathers: dict[int, int] = {}  # the op that gathers a block ahead
         self.left = [lane.microbatches] * draft.stages
         self.arrived: dict[tuple[int, str, int], int] = {}  # input of a stage: the op that sends it

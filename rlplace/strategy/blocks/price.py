@@ -216,15 +216,19 @@ class PricedBlocks:
         Blocks are shared over `shard` devices afterwards, divided tables are not: their updates count so often.
         """
         cut = self._whole(tensor, expert, tables)
-        updates = np.flatnonzero(self.graph.op_phase == UPDATE)
-        holders = [self.blocks.of_parameter[parameter] for parameter in self.graph.op_parameter[updates].tolist()]
-        counts = np.array([len(blocks) for blocks in holders], dtype=np.int64)
-        flat = np.array([block for blocks in holders for block in blocks], dtype=np.int64)
+        updates, flat, counts = self._once("updates", self._updates)
         seconds = self._seconds(kind, cut)[updates]
         if tables > 1:
             own = np.isin(self.graph.op_parameter[updates], self._tables.parameters(tables))
             seconds = np.where(own, seconds * shard, seconds)
         return self._totals(self._at(cut), flat, np.repeat(seconds, counts))
+
+    def _updates(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Returns update ops, the blocks that hold what they update, one after the other, and how many do."""
+        updates = np.flatnonzero(self.graph.op_phase == UPDATE)
+        holders = [self.blocks.of_parameter[parameter] for parameter in self.graph.op_parameter[updates].tolist()]
+        flat = np.array([block for blocks in holders for block in blocks], dtype=np.int64)
+        return updates, flat, np.array([len(blocks) for blocks in holders], dtype=np.int64)
 
     def step_ops(self, split: bool) -> StepOps:
         """Returns the ops of a pass; see `rlplace.strategy.blocks.op_costs.OpCosts`."""

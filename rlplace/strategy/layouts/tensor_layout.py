@@ -307,12 +307,11 @@ def divided(graph: OpGraph, layout: TensorLayout, ops: NDArray[Any], parts_of_te
     parts = layout.op_parts[ops].astype(np.int64)
     size = shares(graph.tensor_bytes, parts_of_tensor)
     moved = graph.op_bytes * np.where(graph.op_phase == UPDATE, 1.0 / parts, _touched(graph, size))
-    dims = {op: dict(sizes) for op, sizes in graph.op_dims.items()}
-    captured = ops.tolist()
-    for op, sizes in dims.items():
+    dims, captured = dict(graph.op_dims), ops.tolist()
+    for op, sizes in graph.op_dims.items():
         name = layout.op_dims.get(captured[op])
-        if name in sizes:
-            sizes[name] = max(1, sizes[name] // int(parts[op]))
+        if name is not None and name in sizes:
+            dims[op] = {**sizes, name: max(1, sizes[name] // int(parts[op]))}
     return dataclasses.replace(
         graph,
         op_flops=graph.op_flops / parts,

@@ -175,7 +175,9 @@ class UniformOptions:
         passes_s = count * slowest_s + chain.unfilled * (pass_s.sum(axis=1) - slowest_s)
         if places > 1:
             sent_s = self._handed_over_s(devices, places, axes, size, spread.bounds)[chain.order]  # [O, S - 1]
-            into_s = np.pad(sent_s, ((0, 0), (1, 0))) + np.pad(sent_s, ((0, 0), (0, 1)))  # values and gradients of a stage
+            into_s = np.zeros(spread.taken_s[chain.order].shape)  # values and gradients of a stage
+            into_s[:, 1:] += sent_s
+            into_s[:, :-1] += sent_s
             busy_s = (into_s[:, None] @ chain.holds).max(axis=(1, 2))  # by the links of one place
             passes_s = np.maximum(passes_s + chain.waits * count * sent_s.max(axis=1), count * busy_s) + 2 * sent_s.sum(axis=1)
             step_s = passes_s + exchanged_s
@@ -237,7 +239,8 @@ class UniformOptions:
                 x.reduce_s[0] + x.copies_s[0] + (0.0 if pipeline else x.gather_s[0]),  # else beside the first passes
                 x.update_s[0],
             ]
-            running = np.cumsum(np.pad(rows, ((0, 0), (1, 0))), axis=1)
+            running = np.zeros((len(rows), len(rows[0]) + 1))
+            np.cumsum(rows, axis=1, out=running[:, 1:])
             self._sums[key] = running, float(x.working_backward_bytes.min(axis=0).max())
         return self._sums[key]
 

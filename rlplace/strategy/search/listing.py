@@ -63,7 +63,7 @@ class Listed(NamedTuple):
     Attributes:
         first: Those that come first.
         rivals: Those of kinds with one dimension.
-        complete: Whether something of every such kind that may fit was listed, or all of the kind.
+        complete: Whether of every such kind either something that may fit was listed, or all.
         rest: Lists the others, a few at a time.
     """
 
@@ -90,7 +90,7 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
     largest = max((group.degrees.tensor for group in groups), default=1)
     first: list[Option] = []
     later: list[list[Division]] = []
-    unfit: dict[str, bool] = {}
+    unfit, missed = dict[str, bool](), set[str]()
     least_s = math.inf
     for promised_s, devices, degrees, forms in groups:
         basic = degrees.context == degrees.expert == 1 and degrees.tensor in (1, largest) and devices is next(iter(sets))
@@ -103,6 +103,7 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
                 lacking = rival and division.kind in KINDS and unfit.setdefault(division.kind, True)
                 if not ((basic and least_s == math.inf) or ((wanted or lacking) and budget.left_s() > 0.0)):
                     left.append(division)
+                    missed |= {division.kind} if lacking else set()
                     continue
                 own = list(options.of(division))
                 first += own
@@ -119,7 +120,7 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
 
     first.sort(key=Option.key)
     rivals = [option for option in first if option.shape.kind in KINDS]
-    return Listed(first, rivals, not any(unfit.values()), rest)
+    return Listed(first, rivals, not any(unfit[kind] for kind in missed), rest)
 
 
 class _Group(NamedTuple):

@@ -53,7 +53,7 @@ class Owned(NamedTuple):
     by_receiver: NDArray[np.bool_]
 
 
-class Lanes(NamedTuple):
+class NodeLanes(NamedTuple):
     """Facts by which devices choose lanes of the resources of nodes, see `rlplace.cluster.host_links._Standing`.
 
     Attributes:
@@ -102,7 +102,7 @@ class Members(NamedTuple):
     total: int
 
 
-def exchange_of(members: Members, sorts: Sorts, owned: Owned, lanes: Lanes) -> tuple[float, float]:
+def exchange_of(members: Members, sorts: Sorts, owned: Owned, lanes: NodeLanes) -> tuple[float, float]:
     """Returns seconds per byte of the busiest channel, and the longest latency, when all devices of groups send to all others.
 
     Each sends as much to every other one of its group, and nothing to those of other groups. Seconds are inf without a link.
@@ -158,7 +158,7 @@ def _others(members: Members, kinds: int) -> Iterator[tuple[int, Ints]]:
         yield depth, counts[depth] - counts[depth + 1]
 
 
-def _chosen_by_others(members: Members, sorts: Sorts, owned: Owned, lanes: Lanes) -> Iterator[tuple[Ints, Floats]]:
+def _chosen_by_others(members: Members, sorts: Sorts, owned: Owned, lanes: NodeLanes) -> Iterator[tuple[Ints, Floats]]:
     """Yields channels, and seconds per byte that they are busy, where devices on the other side choose the lane."""
     ways = [_of_own_node(sorts, (), sends) & _by_others(owned, sorts.over, sends) for sends in (True, False)]
     last, kinds = members.nodes.shape[1] - 1, sorts.rate.shape[1]
@@ -191,7 +191,7 @@ def _chosen_by_others(members: Members, sorts: Sorts, owned: Owned, lanes: Lanes
             )
 
 
-def _unlike(members: Members, kinds: int, lanes: Lanes, periods: dict[int, int]) -> Iterator[tuple[int, int]]:
+def _unlike(members: Members, kinds: int, lanes: NodeLanes, periods: dict[int, int]) -> Iterator[tuple[int, int]]:
     """Yields columns and nodes in them, of those that look alike to all others one: so many devices of each group and kind.
 
     Where a node holds consecutive devices, as many as lanes repeat after (`periods`, by column), it does not matter where it

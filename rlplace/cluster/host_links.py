@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rlplace.cluster.exchanges import Lanes, Members, Owned, Sorts, exchange_of
+from rlplace.cluster.exchanges import Members, NodeLanes, Owned, Sorts, exchange_of
 from rlplace.cluster.fabric import Fabric
 from rlplace.cluster.interconnect import Host, PathBuilder, build_fabrics, positions
 from rlplace.cluster.links import MAX_WRITTEN, AlikeRun, Channels, Links
@@ -338,7 +338,7 @@ class HostLinks:
             Members(device, group, self._nodes[host], kind.ravel(), self.num_devices),
             Sorts(rate, late, over, of_sender),
             Owned(stand.depth, stand.local, found.width[:end], found.by_receiver[:end]),
-            Lanes(keys, starts, len(self._tiers.of), stand.inside, stand.before, stand.outside),
+            NodeLanes(keys, starts, len(self._tiers.of), stand.inside, stand.before, stand.outside),
         )
 
     @cached_property

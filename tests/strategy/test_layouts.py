@@ -19,11 +19,11 @@ from rlplace.model.graph.rescale import rescale
 from rlplace.model.zoo import load_model
 from rlplace.strategy.blocks.blocks import find_blocks
 from rlplace.strategy.blocks.context import context_layout, why_no_context
+from rlplace.strategy.blocks.folded import fold
 from rlplace.strategy.blocks.price import PricedBlocks
 from rlplace.strategy.costs import BACKWARD_PASS, COLLECTIVE_KINDS, FORWARD_PASS, Cut
 from rlplace.strategy.layouts.cut_block import found_blocks
 from rlplace.strategy.layouts.cut_moves import eliminate
-from rlplace.strategy.layouts.folded import fold
 from rlplace.strategy.layouts.tensor_layout import LayoutSearch
 
 BATCH, SEQUENCE, HIDDEN, WIDTH, VOCABULARY = 3, 24, 64, 96, 128

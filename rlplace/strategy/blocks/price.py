@@ -32,6 +32,7 @@ from rlplace.records import trusted
 from rlplace.strategy.blocks.blocks import find_blocks
 from rlplace.strategy.blocks.context import context_bytes, context_layout, hidden_s, kernel_times, why_no_context
 from rlplace.strategy.blocks.experts import find_experts
+from rlplace.strategy.blocks.folded import Folded, fold
 from rlplace.strategy.blocks.lives import Lives, Memory
 from rlplace.strategy.blocks.op_costs import (
     PassOps,
@@ -48,7 +49,6 @@ from rlplace.strategy.blocks.op_costs import (
 from rlplace.strategy.blocks.rows import PricedRows, every_op, graph_of_rows, rows_of_blocks
 from rlplace.strategy.blocks.tables import find_tables
 from rlplace.strategy.costs import COLLECTIVE_KINDS, FULL, RECOMPUTE, BlockPassCosts, Cut, Floats, HeldCosts
-from rlplace.strategy.layouts.folded import Folded, fold
 from rlplace.strategy.layouts.tensor_layout import (
     VOCABULARY,
     LayoutSearch,

@@ -123,7 +123,7 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
     return Listed(first, rivals, not any(unfit[kind] for kind in missed), rest)
 
 
-class _Group(NamedTuple):
+class _Promised(NamedTuple):
     """Uniform strategies whose passes cost about the same; see `rlplace.strategy.search.promise`."""
 
     promised_s: float
@@ -132,11 +132,11 @@ class _Group(NamedTuple):
     forms: Forms
 
 
-def _groups(sets: Mapping[Devices, Mapping[Degrees, Forms]], promises: Promises) -> list[_Group]:
+def _groups(sets: Mapping[Devices, Mapping[Degrees, Forms]], promises: Promises) -> list[_Promised]:
     """Returns groups in the order of listing."""
-    turns: list[tuple[float, _Group]] = []
+    turns: list[tuple[float, _Promised]] = []
     for devices, own in sets.items():
         ordered = sorted((promises.step_s(devices, degrees), degrees) for degrees in own)
         for turn, (promised_s, degrees) in enumerate(ordered):
-            turns.append((promised_s * (1.0 + turn / WAIT), _Group(promised_s, devices, degrees, own[degrees])))
+            turns.append((promised_s * (1.0 + turn / WAIT), _Promised(promised_s, devices, degrees, own[degrees])))
     return [group for _, group in sorted(turns, key=lambda item: item[0])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -53,7 +54,11 @@ def try_uniform(tries: Tries, options: Sequence[Option]) -> Iterator[Tried | Non
                     yield fitted(tries, one.draft(tries.problem.balance), tries.best_s)
 
 
-WAIT = 50
+PROMISING = 1.3
+"""Promises that take at most so many times as long as the best are listed by their cut of passes."""
+
+
+WAIT = 20
 """Groups of a set of devices after which another set, whose promises are twice as long, has its turn."""
 
 
@@ -76,7 +81,7 @@ class Listed(NamedTuple):
 def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
     """Lists uniform strategies, the most promising groups first (`rlplace.strategy.search.promise`).
 
-    Sets of devices take turns. Left to the rest are groups whose promise is longer than what a strategy that fits is expected
+    Left to the rest are groups whose promise is longer than what a strategy that fits is expected
     to take, but for kinds with one dimension of which none fits so far; and in a group other forms of tensor and context
     parallelism, where the usual ones are not near the best. On all devices what cuts no layer is listed, and what cuts layers
     over the largest tensor groups, as long as nothing fits, whatever the time.
@@ -133,10 +138,23 @@ class _Promised(NamedTuple):
 
 
 def _groups(sets: Mapping[Devices, Mapping[Degrees, Forms]], promises: Promises) -> list[_Promised]:
-    """Returns groups in the order of listing."""
-    turns: list[tuple[float, _Promised]] = []
-    for devices, own in sets.items():
-        ordered = sorted((promises.step_s(devices, degrees), degrees) for degrees in own)
-        for turn, (promised_s, degrees) in enumerate(ordered):
-            turns.append((promised_s * (1.0 + turn / WAIT), _Promised(promised_s, devices, degrees, own[degrees])))
-    return [group for _, group in sorted(turns, key=lambda item: item[0])]
+    """Returns groups in the order of listing.
+
+    Promises near the best come by their cut of passes, which is priced once, and sets of devices take turns in each.
+    """
+    groups = [
+        _Promised(promises.step_s(devices, degrees), devices, degrees, forms)
+        for devices, own in sets.items()
+        for degrees, forms in own.items()
+    ]
+    groups.sort(key=lambda group: group.promised_s)
+    near_s = PROMISING * min((group.promised_s for group in groups), default=0.0)
+    cuts = {(1, 1, 1, 1): 0}  # whatever cuts nothing has its prices first
+    turns: Counter[tuple[object, ...]] = Counter()
+    keyed: list[tuple[int, float, _Promised]] = []
+    for group in groups:
+        cut, turn = group.degrees[1:], (group.devices, group.degrees[1:])
+        number = cuts.setdefault(cut, len(cuts)) if group.promised_s <= near_s else len(groups)
+        keyed.append((number, group.promised_s * (1.0 + turns[turn] / WAIT), group))
+        turns[turn] += 1
+    return [group for *_, group in sorted(keyed, key=lambda item: item[:2])]

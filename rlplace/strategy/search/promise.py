@@ -1,14 +1,16 @@
 """The promise of a group of uniform strategies: seconds that hardly any of them beats, from a few prices of whole passes.
 
-A group has one set of devices and one of `Degrees`. Let t be the seconds of a sample on the devices of
-one replica, with what its collectives send of the values between blocks. Work that is spread by speed takes b / sum(1 / t) for
-b samples. A pipeline of S places adds what no schedule fills, at least (S - 1) / 4 micro-batches of one sample, and the sum of
+A group has one set of devices and one of `Degrees`. Let t be the seconds of a sample on the devices of one replica, the slowest
+of a place, with what its collectives send of the values between blocks. Work that is spread by speed takes b / sum(1 / t) for b
+samples. A pipeline of S places adds what no schedule fills, at least (S - 1) / 4 micro-batches of one sample, and the sum of
 gradients over the hosts of a place; a single stage hides that at best. Groups whose promise is longer than what a strategy that
-fits is expected to take need no prices of their own.
+fits is expected to take need no prices of their own. Places that cut hosts into unlike parts are held to be worth their prices
+last: they promise `UNLIKE_PARTS` times as long.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +25,8 @@ from rlplace.strategy.search.tries import SearchProblem
 
 SIZE = 4
 """Samples of a pass whose prices promises come from, beside a pass of the whole batch."""
+
+UNLIKE_PARTS = 1.3
 
 MOST_CHUNKS = 4
 """Stages a place that shorten the time in which a pipeline fills."""
@@ -74,9 +78,17 @@ class Promises:
         counts, in_host = self._set(devices)
         used, parts = np.flatnonzero(counts), tensor * context
         share = max(1.0, batch * places * parts / len(devices))
-        passes_s = batch * parts / float((counts[used] / self._sample(tensor, context, expert)[used]).sum())
+        sample_s = self._sample(tensor, context, expert)
+        rate = float((counts[used] / sample_s[used]).sum())
+        if places > 1:  # a place takes the time of its slowest devices
+            kinds = Counter(self._problem.balance.kinds(devices, places))
+            rate = sum(count / sample_s[list(own)].max() for own, count in kinds.items()) * len(devices) / places
+        passes_s = batch * parts / rate
         passes_s *= 1.0 + (places - 1) / (MOST_CHUNKS * share)
-        if tables > 1 or len(devices) // places <= max(in_host, parts):
+        width = len(devices) // places
+        if width % in_host and in_host % width:
+            passes_s *= UNLIKE_PARTS
+        if tables > 1 or width <= max(in_host, parts):
             return passes_s
         if expert not in self._weights:
             self._weights[expert] = float(self._problem.costs.held(1, expert).gradient_bytes.sum())

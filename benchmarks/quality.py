@@ -126,7 +126,8 @@ def table() -> str:
         names = [f"{kinds}, up to {size:,} devices", model, "all up to 1,024"]
         for name in names if size <= SIZES[-2] else names[:1]:
             classes.setdefault(name, []).append(own)
-    columns = [*BUDGETS, *sorted({by.rpartition(" ")[0].rpartition(" ")[0] for own in steps.values() for by in own} - {""})]
+    asked = {by for own in steps.values() for by in own}
+    columns = [*filter(asked.__contains__, BUDGETS), *sorted({by.rpartition(" ")[0].rpartition(" ")[0] for by in asked} - {""})]
     lines = []
     for name in sorted(classes, key=lambda name: (name.startswith("all"), name in MODELS, name)):
         cells = []

@@ -16,8 +16,9 @@ from rlplace.plan.schedule import SCHEDULES
 from rlplace.strategy.costs import Cut
 from rlplace.strategy.drafts import Draft, Mesh, joined, plain_draft
 from rlplace.strategy.executor.ahead import gather_ahead
-from rlplace.strategy.executor.evaluate import DraftEvaluator
-from rlplace.strategy.executor.meshes import Groups, copy_groups, lanes, share_groups, tensor_groups
+from rlplace.strategy.executor.evaluate import DraftEvaluator, warm_up
+from rlplace.strategy.executor.kernel import evaluate_packed
+from rlplace.strategy.executor.meshes import Groups, copy_groups, lanes, room_bytes, share_groups, tensor_groups
 from rlplace.strategy.executor.traffic import SIZES, ClusterTraffic, table_s
 from tests.pipeline_theory import bubble_s, in_flight
 from tests.strategy.random_costs import CLUSTERS, random_costs, random_draft
@@ -363,3 +364,15 @@ def test_what_contradicts_itself_is_refused(change, words):
     costs, cluster = drawn(10)
     with pytest.raises(InputError, match=words):
         DraftEvaluator(costs, cluster).score(dataclasses.replace(plain(8, Mesh((0,))), **change))
+
+
+@pytest.mark.parametrize("text", ["a100-80g:2", "a100-80g:1+cpu:1"])
+def test_kernels_are_compiled_once_whatever_memory_devices_have(text: str) -> None:
+    """A search whose clock runs must not compile them again for other types of arrays."""
+    warm_up()
+    cluster = Cluster.preset(text)
+    costs = random_costs(np.random.default_rng(1), cluster, 4)
+    known = len(evaluate_packed.signatures)
+    assert room_bytes(cluster).dtype == np.float64
+    DraftEvaluator(costs, cluster).score(plain_draft((0, len(costs.names)), [Mesh((0,))]))
+    assert len(evaluate_packed.signatures) == known

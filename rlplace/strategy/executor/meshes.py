@@ -163,7 +163,8 @@ def _groups(place: Mesh, size: int, stride: int) -> Groups:
 
 def room_bytes(cluster: Cluster) -> Floats:
     """Returns the capacity of every device without its reserved bytes, float64 [D]; inf without a limit."""
-    return np.array([inf if d.memory_bytes is None else d.memory_bytes - d.reserved_bytes for d in cluster.devices])
+    sizes = [inf if d.memory_bytes is None else d.memory_bytes - d.reserved_bytes for d in cluster.devices]
+    return np.array(sizes, dtype=np.float64)
 
 
 def lane_count(draft: Draft) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rlplace.budget import Budget
 from rlplace.strategy.drafts import KINDS, Devices
@@ -54,12 +56,14 @@ def try_uniform(tries: Tries, options: Sequence[Option]) -> Iterator[Tried | Non
                     yield fitted(tries, one.draft(tries.problem.balance), tries.best_s)
 
 
-PROMISING = 1.3
-"""Promises that take at most so many times as long as the best are listed by their cut of passes."""
+NEW_CUT = 1.15
+"""Groups whose cut of passes has no prices yet are held to take so many times as long."""
 
+TRUST = 2
+"""Groups after which half of what they took beyond their promises is expected of others."""
 
-WAIT = 20
-"""Groups of a set of devices after which another set, whose promises are twice as long, has its turn."""
+UNFIT = 2.0
+"""Expected seconds over promised ones where nothing fitted so far."""
 
 
 class Listed(NamedTuple):
@@ -91,16 +95,17 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
         seconds: After these whatever is not yet listed is left to the rest.
     """
     options, budget, sets = UniformOptions(problem), Budget(seconds=seconds), device_sets(problem)
-    groups = _groups({devices: options.divisions(devices) for devices in sets}, Promises(problem))
-    largest = max((group.degrees.tensor for group in groups), default=1)
+    queue = _Queue({devices: options.divisions(devices) for devices in sets}, Promises(problem))
+    largest = max((group.degrees.tensor for group in queue.groups), default=1)
     first: list[Option] = []
     later: list[list[Division]] = []
     unfit, missed = dict[str, bool](), set[str]()
     least_s = math.inf
-    for promised_s, devices, degrees, forms in groups:
+    for number in queue:
+        promised_s, devices, degrees, forms = queue.groups[number]
         basic = degrees.context == degrees.expert == 1 and degrees.tensor in (1, largest) and devices is next(iter(sets))
         rival = sum(degree > 1 for degree in degrees) <= 1
-        near_s = math.inf
+        near_s, known = math.inf, len(first)
         for form in forms:
             best_s, left = math.inf, list[Division]()
             wanted = promised_s < least_s and (near_s == math.inf or near_s < NEAR * least_s)
@@ -118,6 +123,8 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
                 best_s = min(best_s, own_s)
             least_s, near_s = min(least_s, best_s), min(near_s, best_s)
             later.append(left)
+        if len(first) > known:
+            queue.learn(number, near_s)
 
     def rest() -> Iterator[list[Option]]:
         for own in later:
@@ -137,24 +144,54 @@ class _Promised(NamedTuple):
     forms: Forms
 
 
-def _groups(sets: Mapping[Devices, Mapping[Degrees, Forms]], promises: Promises) -> list[_Promised]:
-    """Returns groups in the order of listing.
+class _Queue:
+    """Groups, the one next that is expected to be the quickest after those before it.
 
-    Promises near the best come by their cut of passes, which is priced once, and sets of devices take turns in each.
+    A group is expected to take as many times its promise as the best of the same set of devices did, or of those with the same
+    tensor and context degrees, expert degree or places among them; little is concluded from few.
+
+    Attributes:
+        groups: The shortest promise first.
     """
-    groups = [
-        _Promised(promises.step_s(devices, degrees), devices, degrees, forms)
-        for devices, own in sets.items()
-        for degrees, forms in own.items()
-    ]
-    groups.sort(key=lambda group: group.promised_s)
-    near_s = PROMISING * min((group.promised_s for group in groups), default=0.0)
-    cuts = {(1, 1, 1, 1): 0}  # whatever cuts nothing has its prices first
-    turns: Counter[tuple[object, ...]] = Counter()
-    keyed: list[tuple[int, float, _Promised]] = []
-    for group in groups:
-        cut, turn = group.degrees[1:], (group.devices, group.degrees[1:])
-        number = cuts.setdefault(cut, len(cuts)) if group.promised_s <= near_s else len(groups)
-        keyed.append((number, group.promised_s * (1.0 + turns[turn] / WAIT), group))
-        turns[turn] += 1
-    return [group for *_, group in sorted(keyed, key=lambda item: item[:2])]
+
+    def __init__(self, sets: Mapping[Devices, Mapping[Degrees, Forms]], promises: Promises) -> None:
+        made = (
+            _Promised(promises.step_s(devices, degrees), devices, degrees, forms)
+            for devices, own in sets.items()
+            for degrees, forms in own.items()
+        )
+        self.groups = sorted(made, key=lambda group: group.promised_s)
+        of_set = {devices: number for number, devices in enumerate(sets)}
+        rows = [(of_set[group.devices], *group.degrees) for group in self.groups]
+        at = {name: number for number, name in enumerate(("set", *Degrees._fields))}
+        facts = np.array(rows, dtype=np.int64).reshape(-1, len(at))
+
+        def numbered(*names: str) -> NDArray[np.int64]:
+            """Returns int64 [G], the same number where these facts are the same."""
+            return np.unique(facts[:, [at[name] for name in names]], axis=0, return_inverse=True)[1].ravel()
+
+        alike = [numbered("set"), numbered("set", "places"), numbered("set", "tensor", "context"), numbered("set", "expert")]
+        self._alike = np.array(alike)
+        self._least = np.full(self._alike.shape, np.inf)  # expected over promised seconds, best of those alike
+        self._count = np.zeros(self._alike.shape)
+        self._cut = numbered("tensor", "context", "expert", "tables")
+        uncut = (facts[:, 2:] == 1).all(axis=1)  # has its prices first
+        self._promised_s = np.array([group.promised_s for group in self.groups])
+        self._new = np.where(uncut, 1.0, NEW_CUT)
+        self._times, self._waits = np.ones(len(rows)), np.ones(len(rows))
+
+    def __iter__(self) -> Iterator[int]:
+        """Yields the number of every group."""
+        for _ in self.groups:
+            number = int((self._promised_s * self._times * self._new * self._waits).argmin())
+            self._waits[number], self._new[self._cut == self._cut[number]] = np.inf, 1.0
+            yield number
+
+    def learn(self, number: int, best_s: float) -> None:
+        """Takes in the seconds that the best of a group is expected to take; inf where none fits."""
+        alike = self._alike == self._alike[:, number, None]
+        self._count[alike] += 1
+        self._least[alike] = np.minimum(self._least, best_s / self._promised_s[number])[alike]
+        own = alike[0]
+        least, count = np.where(np.isinf(self._least), UNFIT, self._least)[:, own], self._count[:, own]
+        self._times[own] = 1.0 + ((least - 1.0) * count / (count + TRUST)).max(axis=0)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse.csgraph import connected_components
 
 from rlplace.cluster.links import Wires
 from rlplace.memoized import memoized
@@ -17,6 +18,7 @@ from rlplace.memoized import memoized
 Ints = NDArray[np.int64]
 
 _EXACT_DEVICES = 8  # all orders of up to this many devices are tried
+_MOST_LEVELS = 6  # unlike rates between devices of a group, of which the best order is looked for in closed form
 FOLLOWED_DEVICES = 256  # the fastest links are followed among so many at most
 
 
@@ -31,6 +33,8 @@ def ring_order(links: Wires, devices: Sequence[int]) -> tuple[int, ...]:
         return group
     with np.errstate(divide="ignore"):
         cost = 1.0 / links.rates(*np.meshgrid(group, group, indexing="ij"))[0]
+    if _is_best(cost):
+        return group
     if len(group) <= _EXACT_DEVICES:
         orders = _every_order(len(group))
     else:
@@ -39,6 +43,23 @@ def ring_order(links: Wires, devices: Sequence[int]) -> tuple[int, ...]:
     hops = cost[orders, np.roll(orders, -1, axis=1)]
     best = orders[np.lexsort((hops.sum(axis=1), hops.max(axis=1)))[0]]
     return tuple(group[i] for i in best.tolist())
+
+
+def _is_best(cost: NDArray[np.float64]) -> bool:
+    """Returns whether no ring is better than the given order; False also where that is not known.
+
+    Where links up to some cost join devices to c > 1 parts, any ring has c dearer hops at least. The given order has no more of
+    them at any cost: then neither its slowest hop nor the time over all hops can be less.
+    """
+    hops = np.append(np.diagonal(cost, 1), cost[-1, 0])
+    levels = np.unique(cost[~np.eye(len(cost), dtype=bool)])
+    if len(levels) > _MOST_LEVELS:
+        return False
+    for level in levels[:-1].tolist():
+        parts = connected_components(cost <= level, directed=True, connection="weak")[0]
+        if (hops > level).sum() > (parts if parts > 1 else 0):
+            return False
+    return True
 
 
 @memoized

@@ -1,6 +1,7 @@
 """Times of collectives: formulas by hand, published anchors, monotone, across fabrics, and the channels that they hold."""
 
 import dataclasses
+import itertools
 import math
 
 import msgspec
@@ -100,6 +101,25 @@ def test_ring_goes_round_a_slow_pair():
     bandwidth[:, 3] = 0
     assert collective_s(Links(bandwidth, np.zeros((4, 4))), "all_reduce", range(4), 1) == math.inf
     assert collective_s(Links(bandwidth, np.zeros((4, 4))), "all_reduce", range(3), 1) < math.inf
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 10**6), st.integers(3, 7))
+def test_short_rings_are_the_best_of_all_orders(seed, count):
+    """Devices in groups of groups, as hosts and racks make them, or links at random, some of them missing."""
+    rng = np.random.default_rng(seed)
+    groups = np.stack([rng.integers(0, parts, count) for parts in (1, 2, 3)])
+    shared = np.cumprod(groups[:, :, None] == groups[:, None], axis=0).sum(axis=0)
+    rates = np.array([0.0, 1e9, 10e9, 100e9])[shared if seed % 3 else rng.integers(0, 4, (count, count))]
+    links = Links(np.where(np.eye(count, dtype=bool), 0.0, rates), np.zeros((count, count)))
+
+    def key(order):
+        with np.errstate(divide="ignore"):
+            hops = 1.0 / links.bandwidth_bytes_per_s[list(order), [*order[1:], order[0]]]
+        return hops.max(), hops.sum()
+
+    best = min(key((0, *order)) for order in itertools.permutations(range(1, count)))
+    assert key(ring_order(links, range(count))) == pytest.approx(best, rel=1e-12)
 
 
 @pytest.mark.parametrize("count", [9, 16])

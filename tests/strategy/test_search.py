@@ -11,18 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlplace.budget import Budget
 from rlplace.cluster import Cluster
 from rlplace.errors import InfeasibleError, InputError
 from rlplace.strategy.blocks.price import PricedBlocks
-from rlplace.strategy.drafts import Draft, Mesh, kind_of
+from rlplace.strategy.drafts import Devices, Draft, Mesh, kind_of
 from rlplace.strategy.executor.evaluate import DraftEvaluator
 from rlplace.strategy.search.by_kind import starts_by_kind
 from rlplace.strategy.search.cuts import balanced_bounds
 from rlplace.strategy.search.fit import fitted, steps
-from rlplace.strategy.search.listing import Listed, listed
+from rlplace.strategy.search.listing import Listed, _Queue, listed
 from rlplace.strategy.search.moves import Moves
 from rlplace.strategy.search.search import search
-from rlplace.strategy.search.shapes import divisions
+from rlplace.strategy.search.shapes import Degrees, divisions
 from rlplace.strategy.search.space import Space
 from rlplace.strategy.search.tries import OutOfBudgetError, SearchProblem, Tries
 from rlplace.strategy.search.uniform import Option, UniformOptions
@@ -129,6 +130,33 @@ def test_a_listing_that_time_cuts_is_listed_later() -> None:
         return {*found.first, *itertools.chain.from_iterable(found.rest())}
 
     assert every(whole) == every(cut) == set(UniformOptions(asked).every())
+
+
+def test_groups_wait_where_others_of_their_devices_took_longer_than_promised() -> None:
+    """The first set promises 1 s and takes 4, the second promises 2 s and keeps it."""
+    promised_s, taken_s = {0: 1.0, 1: 2.0}, {0: 4.0, 1: 2.0}
+
+    class Fixed:
+        def step_s(self, devices: tuple[int, ...], degrees: Degrees, *, free: bool = False) -> float:
+            return promised_s[devices[0]] * (1.0 + 0.01 * degrees.places)
+
+    forms = {Degrees(places, 1, 1, 1, 1): ((Mesh(()),),) for places in (1, 2, 3, 4)}
+    sets = {Devices([number]): forms for number in (0, 1)}
+    queue, order = _Queue(sets, Fixed(), Budget()), list[int]()  # type: ignore[arg-type]
+    for number in queue:
+        own = queue.groups[number].devices[0]
+        order.append(own)
+        queue.learn(number, taken_s[own] * (1.0 + 0.01 * queue.groups[number].degrees.places))
+    assert order[0] == 0 and sorted(order) == [0] * 4 + [1] * 4
+    assert order.index(1) == 1, order  # (1 + 3 / 2) s are expected of the first set after one group, 2 s of the other
+    assert order[1:5] == [1] * 4
+
+
+def test_searches_inside_a_search_end_with_their_clock() -> None:
+    """The search itself goes on where nothing fits so far; one for a part of the devices does not."""
+    asked = question(1, "a100-80g:4", factor=1e-6)
+    tries = Tries(asked, time_limit_s=0.0)
+    assert tries.left() and not tries.within(asked, 0.5).left()
 
 
 @pytest.mark.slow

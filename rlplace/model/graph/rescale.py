@@ -177,7 +177,8 @@ def _check_structure(small: OpGraph, large: OpGraph) -> None:
         a_values, b_values = getattr(small, name), getattr(large, name)
         if not np.array_equal(a_values, b_values):
             raise InputError(f"rescale: {name} differs between {sizes}: the ops pass on other tensors; {hint}")
-    known = [{op: tuple(dims) for op, dims in graph.op_dims.items()} for graph in (small, large)]
-    if known[0] != known[1]:
+    dims = [graph.op_dims for graph in (small, large)]
+    if dims[0].keys() != dims[1].keys() or any(tuple(own) != tuple(dims[1][op]) for op, own in dims[0].items()):
+        known = [{op: tuple(own) for op, own in some.items()} for some in dims]
         op = min(op for op in known[0].keys() | known[1].keys() if known[0].get(op) != known[1].get(op))
         raise InputError(f"rescale: op {small.op_names[op][:80]!r} has other named dimensions at {sizes}; {hint}")

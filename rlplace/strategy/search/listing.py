@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.budget import Budget
-from rlplace.strategy.drafts import KINDS, Devices
+from rlplace.strategy.drafts import KINDS, Devices, Mesh
 from rlplace.strategy.search.fit import fitted
 from rlplace.strategy.search.promise import Promises
 from rlplace.strategy.search.shapes import Degrees, Forms, device_sets
@@ -59,7 +59,7 @@ def try_uniform(tries: Tries, options: Sequence[Option]) -> Iterator[Tried | Non
 NEW_CUT = 1.15
 """Groups whose cut of passes has no prices yet are held to take so many times as long."""
 
-TRUST = 2
+TRUST = 1
 """Groups after which half of what they took beyond their promises is expected of others."""
 
 UNFIT = 2.0
@@ -85,9 +85,9 @@ class Listed(NamedTuple):
 def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
     """Lists uniform strategies, the most promising groups first (`rlplace.strategy.search.promise`).
 
-    Left to the rest are groups whose promise is longer than what a strategy that fits is expected
-    to take, but for kinds with one dimension of which none fits so far; and in a group other forms of tensor and context
-    parallelism, where the usual ones are not near the best. On all devices what cuts no layer is listed, and what cuts layers
+    Left to the rest are groups whose promise is longer than what a strategy that fits is expected to take, but for kinds with
+    one dimension of which none fits so far; and in a group other forms of tensor and context parallelism, where the usual ones
+    are not near the best. On all devices what cuts no layer is listed, and what cuts layers
     over the largest tensor groups, as long as nothing fits, whatever the time.
 
     Args:
@@ -95,21 +95,25 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
         seconds: After these whatever is not yet listed is left to the rest.
     """
     options, budget, sets = UniformOptions(problem), Budget(seconds=seconds), device_sets(problem)
-    queue = _Queue({devices: options.divisions(devices) for devices in sets}, Promises(problem))
+    queue = _Queue({devices: options.divisions(devices) for devices in sets}, Promises(problem), budget)
     largest = max((group.degrees.tensor for group in queue.groups), default=1)
     first: list[Option] = []
-    later: list[list[Division]] = []
+    later: list[_Group | list[Division]] = []
     unfit, missed = dict[str, bool](), set[str]()
     least_s = math.inf
     for number in queue:
-        promised_s, devices, degrees, forms = queue.groups[number]
-        basic = degrees.context == degrees.expert == 1 and degrees.tensor in (1, largest) and devices is next(iter(sets))
+        group, promised_s = queue.groups[number], float(queue.promised_s[number])
+        degrees = group.degrees
         rival = sum(degree > 1 for degree in degrees) <= 1
+        if not rival and least_s < math.inf and budget.left_s() <= 0.0:
+            later.append(group)
+            continue
+        basic = degrees.context == degrees.expert == 1 and degrees.tensor in (1, largest) and group.devices is next(iter(sets))
         near_s, known = math.inf, len(first)
-        for form in forms:
+        for form in group.forms:
             best_s, left = math.inf, list[Division]()
             wanted = promised_s < least_s and (near_s == math.inf or near_s < NEAR * least_s)
-            for division in (Division(devices, degrees.places, axes) for axes in form):
+            for division in group.divisions(form):
                 lacking = rival and division.kind in KINDS and unfit.setdefault(division.kind, True)
                 if not ((basic and least_s == math.inf) or ((wanted or lacking) and budget.left_s() > 0.0)):
                     left.append(division)
@@ -127,21 +131,25 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
             queue.learn(number, near_s)
 
     def rest() -> Iterator[list[Option]]:
-        for own in later:
-            yield sorted((option for division in own for option in options.of(division)), key=Option.key)
+        for some in later:
+            for own in map(some.divisions, some.forms) if isinstance(some, _Group) else (some,):
+                yield sorted((option for division in own for option in options.of(division)), key=Option.key)
 
     first.sort(key=Option.key)
     rivals = [option for option in first if option.shape.kind in KINDS]
     return Listed(first, rivals, not any(unfit[kind] for kind in missed), rest)
 
 
-class _Promised(NamedTuple):
+class _Group(NamedTuple):
     """Uniform strategies whose passes cost about the same; see `rlplace.strategy.search.promise`."""
 
-    promised_s: float
     devices: Devices
     degrees: Degrees
     forms: Forms
+
+    def divisions(self, form: tuple[Mesh, ...]) -> list[Division]:
+        """Returns the divisions of one of its forms."""
+        return [Division(self.devices, self.degrees.places, axes) for axes in form]
 
 
 class _Queue:
@@ -151,16 +159,14 @@ class _Queue:
     tensor and context degrees, expert degree or places among them; little is concluded from few.
 
     Attributes:
-        groups: The shortest promise first.
+        groups: All of them.
+        promised_s: float64 [G], their promises; without collectives until one is about to be the next.
     """
 
-    def __init__(self, sets: Mapping[Devices, Mapping[Degrees, Forms]], promises: Promises) -> None:
-        made = (
-            _Promised(promises.step_s(devices, degrees), devices, degrees, forms)
-            for devices, own in sets.items()
-            for degrees, forms in own.items()
-        )
-        self.groups = sorted(made, key=lambda group: group.promised_s)
+    def __init__(self, sets: Mapping[Devices, Mapping[Degrees, Forms]], promises: Promises, budget: Budget) -> None:
+        self.groups = [_Group(devices, *group) for devices, own in sets.items() for group in own.items()]
+        self.promised_s = np.array([promises.step_s(devices, degrees, free=True) for devices, degrees, _ in self.groups])
+        self._promises, self._budget, self._exact = promises, budget, np.full(len(self.groups), False)
         of_set = {devices: number for number, devices in enumerate(sets)}
         rows = [(of_set[group.devices], *group.degrees) for group in self.groups]
         at = {name: number for number, name in enumerate(("set", *Degrees._fields))}
@@ -176,22 +182,32 @@ class _Queue:
         self._count = np.zeros(self._alike.shape)
         self._cut = numbered("tensor", "context", "expert", "tables")
         uncut = (facts[:, 2:] == 1).all(axis=1)  # has its prices first
-        self._promised_s = np.array([group.promised_s for group in self.groups])
         self._new = np.where(uncut, 1.0, NEW_CUT)
-        self._times, self._waits = np.ones(len(rows)), np.ones(len(rows))
+        self._times, self._waits = np.ones(len(rows)), np.full(len(rows), True)
 
     def __iter__(self) -> Iterator[int]:
-        """Yields the number of every group."""
+        """Yields the number of every group; after the budget in any order."""
         for _ in self.groups:
-            number = int((self._promised_s * self._times * self._new * self._waits).argmin())
-            self._waits[number], self._new[self._cut == self._cut[number]] = np.inf, 1.0
+            if self._budget.left_s() <= 0.0:
+                yield from np.flatnonzero(self._waits).tolist()
+                return
+            number = self._first()
+            while not self._exact[number]:
+                devices, degrees, _ = self.groups[number]
+                self.promised_s[number], self._exact[number] = self._promises.step_s(devices, degrees), True
+                number = self._first()
+            self._waits[number], self._new[self._cut == self._cut[number]] = False, 1.0
             yield number
+
+    def _first(self) -> int:
+        """Returns the number of the group that is expected to be the quickest of those that wait."""
+        return int(np.where(self._waits, self.promised_s * self._times * self._new, np.inf).argmin())
 
     def learn(self, number: int, best_s: float) -> None:
         """Takes in the seconds that the best of a group is expected to take; inf where none fits."""
         alike = self._alike == self._alike[:, number, None]
         self._count[alike] += 1
-        self._least[alike] = np.minimum(self._least, best_s / self._promised_s[number])[alike]
+        self._least[alike] = np.minimum(self._least, best_s / self.promised_s[number])[alike]
         own = alike[0]
         least, count = np.where(np.isinf(self._least), UNFIT, self._least)[:, own], self._count[:, own]
         self._times[own] = 1.0 + ((least - 1.0) * count / (count + TRUST)).max(axis=0)

@@ -70,15 +70,15 @@ class Promises:
         self._sums: dict[tuple[int, ...], Floats] = {}
         self._weights: dict[int, float] = {}
 
-    def step_s(self, devices: tuple[int, ...], degrees: Degrees) -> float:
-        """Returns the seconds of a step that a group promises; 0 where nothing has a price."""
+    def step_s(self, devices: tuple[int, ...], degrees: Degrees, *, free: bool = False) -> float:
+        """Returns the seconds of a step that a group promises; 0 where nothing has a price. `free`: were collectives free."""
         (places, tensor, context, expert, tables), batch = degrees, self._problem.batch
         if not self._priced:
             return 0.0
         counts, in_host = self._set(devices)
         used, parts = np.flatnonzero(counts), tensor * context
         share = max(1.0, batch * places * parts / len(devices))
-        sample_s = self._sample(tensor, context, expert)
+        sample_s = self._sample_s / parts if free else self._sample(tensor, context, expert)
         rate = float((counts[used] / sample_s[used]).sum())
         if places > 1:  # a place takes the time of its slowest devices
             kinds = Counter(self._problem.balance.kinds(devices, places))
@@ -88,7 +88,7 @@ class Promises:
         width = len(devices) // places
         if width % in_host and in_host % width:
             passes_s *= UNLIKE_PARTS
-        if tables > 1 or width <= max(in_host, parts):
+        if free or tables > 1 or width <= max(in_host, parts):
             return passes_s
         if expert not in self._weights:
             self._weights[expert] = float(self._problem.costs.held(1, expert).gradient_bytes.sum())

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rlplace.errors import InfeasibleError, InputError
+from rlplace.files import frozen_heap
 from rlplace.plan.prediction import too_large
 from rlplace.records import plain
 from rlplace.strategy.costs import Cut
@@ -33,26 +34,23 @@ from rlplace.strategy.search.unlike import try_unlike
 STARTS = 4
 """Kinds of strategies from whose best one local search starts."""
 
-UNIFORM_PART = 0.4
-"""Part of the budget for uniform strategies before the search goes on from them."""
+UNIFORM_PART = 0.45
+"""Spent part of the budget after which the search goes on from uniform strategies."""
 
 FIRST_UNIFORM = 6
 """Uniform strategies that come before everything else, the most promising ones."""
 
-BY_KIND_PART = 0.15
+BY_KIND_PART = 0.12
 """Part of the budget for starts with a shape for each kind of device."""
 
 TABLES_PART = 0.15
-"""Part of the budget for tables of stages."""
-
-FIRST_STAGES = 6
-"""Drafts of these tables that come before uniform strategies."""
-
-CHAINS_PART = 0.5
-"""Spent part of the budget after which no other draft of the tables or of published planners is tried."""
+"""Part of the budget for tables of stages and for published planners."""
 
 PATIENCE = 3
 """Uniform strategies end earlier where none was better in so many times the calls up to the best."""
+
+LEAST_UNIFORM = 64
+"""Calls before which they do not."""
 
 LISTING_PART = 0.3
 """Part of the seconds after which no further uniform strategies are listed before the search."""
@@ -95,6 +93,7 @@ class SearchResult:
     reasons: dict[str, int]
 
 
+@frozen_heap()
 def search(
     problem: SearchProblem, *, calls: int | None = None, time_limit_s: float | None = None, progress: Progress | None = None
 ) -> SearchResult:
@@ -122,26 +121,24 @@ def search(
                 break
         else:
             all_kinds = options.complete
-        first: list[Tried | None] = []
-        by_kind = list(starts_by_kind(problem, BY_KIND_PART * tries.budget.seconds))  # which prices what others need, too
-        until_part = tries.spent() + BY_KIND_PART
-        for draft in by_kind:
-            first.append(fitted(tries, draft, SLACK * tries.best_s))
-            if tries.spent() > until_part:
-                break
-        stages = try_stages(tries, tries.spent() + TABLES_PART)
-        first += itertools.islice(stages, FIRST_STAGES)
         best_s, until = math.inf, 0
         for tried in others:
             uniform.append(tried)
             if tries.best_s < best_s:
-                best_s, until = tries.best_s, PATIENCE * tries.calls
+                best_s, until = tries.best_s, max(PATIENCE * tries.calls, LEAST_UNIFORM)
             if tries.fitting() and (tries.spent() > UNIFORM_PART or tries.calls > until):
                 break
+        first: list[Tried | None] = []
+        until_part = tries.spent() + BY_KIND_PART
+        for draft in list(starts_by_kind(problem, BY_KIND_PART / 2 * tries.budget.seconds)):
+            first.append(fitted(tries, draft, SLACK * tries.best_s))
+            if tries.spent() > until_part:
+                break
         published = (fitted(tries, draft, 1.2 * tries.best_s) for draft in published_starts(problem))
-        for tried in itertools.chain(stages, published):
+        until_part = tries.spent() + TABLES_PART
+        for tried in itertools.chain(try_stages(tries, tries.spent() + TABLES_PART / 2), published):
             first.append(tried)
-            if tries.spent() > CHAINS_PART:
+            if tries.spent() > until_part:
                 break
         chains = sorted(filter(None, first), key=lambda tried: tried.step_s)
         try_unlike(tries, _explore)

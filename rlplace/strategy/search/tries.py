@@ -169,11 +169,17 @@ class Tries:
         self._runs: dict[object, str | None] = {}
         self._forms: dict[object, bool] = {}
         self._running: set[Draft] = set()
+        self._in_time = False
 
     def within(self, problem: SearchProblem, part: float) -> Tries:
-        """Returns tries of another problem with a part of the budget that is left; the caller adds their calls."""
+        """Returns tries of another problem with a part of the budget that is left; the caller adds their calls.
+
+        Their clock ends them whatever they found.
+        """
         budget = self.budget
-        return Tries(problem, calls=(budget.calls - budget.used) * part, time_limit_s=max(budget.left_s(), 0.0) * part)
+        own = Tries(problem, calls=(budget.calls - budget.used) * part, time_limit_s=max(budget.left_s(), 0.0) * part)
+        own._in_time = True
+        return own
 
     @property
     def calls(self) -> int:
@@ -182,8 +188,9 @@ class Tries:
 
     def left(self) -> bool:
         """Returns whether the budget allows another evaluation; the clock ends it only where something fits."""
-        late_s = GRACE_S if self.calls < LEAST_CALLS else 0.0
-        return self.calls < self.budget.calls and (not self.fitting() or self.budget.left_s() > -late_s)
+        late_s = GRACE_S if self.calls < LEAST_CALLS and not self._in_time else 0.0
+        waits = not self.fitting() and not self._in_time
+        return self.calls < self.budget.calls and (waits or self.budget.left_s() > -late_s)
 
     def late(self, part: float) -> bool:
         """Returns whether so large a part of the seconds is over, and some drafts were evaluated."""

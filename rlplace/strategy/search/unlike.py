@@ -28,8 +28,8 @@ ROUNDS = 2
 EQUAL = 64
 """Least number of equal parts of the batch of which shares are made, so that each can be divided again."""
 
-PART = 0.12
-"""Part of the remaining budget for the search for a pipeline of one kind of device."""
+PART = 0.4
+"""Part of the remaining budget for the search for pipelines of one kind of device."""
 
 
 def try_unlike(tries: Tries, search: Callable[[Tries], None]) -> None:
@@ -53,11 +53,12 @@ def try_unlike(tries: Tries, search: Callable[[Tries], None]) -> None:
     cut = Cut(next((size for size in range(1, problem.batch + 1) if balance.can_cut(Cut(size))), 1))
     weights = np.array([len(own) / balance.pass_s(balance.kinds(own, 1)[0], cut).sum() for own in groups])
     part = math.gcd(problem.batch, 1 << max(0, (problem.batch // EQUAL).bit_length() - 1))
+    each = PART / (ROUNDS * len(groups))
     for _ in range(ROUNDS):
         shares = proportional(weights, problem.batch // part)
         if shares is None:
             return
-        found = [_best(tries, devices, share * part, search) for devices, share in zip(groups, shares, strict=True)]
+        found = [_best(tries, devices, share * part, search, each) for devices, share in zip(groups, shares, strict=True)]
         if not all(found):
             return
         for chosen in itertools.product(*found):
@@ -87,10 +88,10 @@ def other_shares(draft: Draft) -> Iterator[Draft]:
             )
 
 
-def _best(tries: Tries, devices: tuple[int, ...], share: int, search: Callable[[Tries], None]) -> list[Tried]:
+def _best(tries: Tries, devices: tuple[int, ...], share: int, search: Callable[[Tries], None], part: float) -> list[Tried]:
     """Returns the best pipelines of some devices for their share of the batch that fit; counted against the same budget."""
     problem: SearchProblem = dataclasses.replace(tries.problem, batch=share, devices=devices)
-    own = tries.within(problem, PART)
+    own = tries.within(problem, part)
     with contextlib.suppress(OutOfBudgetError):
         search(own)
     tries.budget.used += own.calls

@@ -156,43 +156,47 @@ def _refined(graph: OpGraph, of_op: NDArray[Any], first: Ints) -> Ints:
 def _matched(graph: OpGraph, of_op: NDArray[Any], stands: Ints) -> tuple[Ints, dict[int, list[int]], set[int]]:
     """Returns which tensor represents each, the inputs of ops in the same order, and blocks that are not alike after all."""
     assert graph.traced is not None
-    indices, maker, size = graph.traced.indices, graph.tensor_producer, graph.tensor_bytes
-    tensor, unlike = np.arange(graph.num_tensors), set[int]()
+    indices, unlike = graph.traced.indices, set[int]()
+    maker, size, block, of = graph.tensor_producer.tolist(), graph.tensor_bytes.tolist(), of_op.tolist(), stands.tolist()
+    tensor = list(range(graph.num_tensors))
     made: dict[int, list[int]] = defaultdict(list)
-    for at in np.flatnonzero(maker >= 0).tolist():
-        made[int(maker[at])].append(at)
-    read: dict[int, list[int]] = defaultdict(list)
-    for at, op in zip(graph.edge_tensor.tolist(), graph.consumers.tolist(), strict=True):
-        read[op].append(at)
-    left_out = np.flatnonzero(stands != np.arange(graph.num_ops)).tolist()
+    for at, op in enumerate(maker):
+        if op >= 0:
+            made[op].append(at)
+    left_out = [op for op, other in enumerate(of) if op != other]
     for op in left_out:
-        own, others = made[op], made[int(stands[op])]
+        own, others = made[op], made[of[op]]
         if len(own) == len(others):
-            tensor[own] = others
+            for at, to in zip(own, others, strict=True):
+                tensor[at] = to
         else:
-            unlike.add(int(of_op[op]))
+            unlike.add(block[op])
     reads = np.unique(np.stack([graph.edge_tensor, of_op[graph.consumers]], axis=1), axis=0)[:, 0]
-    shared = np.bincount(reads, minlength=graph.num_tensors) > 1
+    shared = (np.bincount(reads, minlength=graph.num_tensors) > 1).tolist()
 
     def sort(op: int, at: int) -> int:
         """Returns 0 and 1 for what no op makes, of one block or of several, 2 and 3 for what the own and other blocks make."""
-        return int(shared[at]) if maker[at] < 0 else 2 + int(of_op[maker[at]] != of_op[op])
+        return int(shared[at]) if maker[at] < 0 else 2 + (block[maker[at]] != block[op])
 
+    read: dict[int, list[int]] = defaultdict(list)
+    for at, op in zip(graph.edge_tensor.tolist(), graph.consumers.tolist(), strict=True):
+        read[op].append(at)
     inputs: dict[int, list[int]] = {}
-    for op in dict.fromkeys((*stands[left_out].tolist(), *left_out)):
-        keyed = ((sort(op, at), int(tensor[at]) if sort(op, at) == 2 else int(size[at]), at) for at in read[op])
-        inputs[op] = [at for _, _, at in sorted(keyed)]
+    sorts: dict[int, list[int]] = {}
+    for op in dict.fromkeys((*map(of.__getitem__, left_out), *left_out)):
+        kinds = [(sort(op, at), at) for at in read[op]]
+        keyed = sorted((kind, tensor[at] if kind == 2 else size[at], at) for kind, at in kinds)
+        inputs[op], sorts[op] = [at for _, _, at in keyed], [kind for kind, _, _ in keyed]
     for op in left_out:
-        other, own, theirs = int(stands[op]), inputs[op], inputs[int(stands[op])]
+        other, own, theirs = of[op], inputs[op], inputs[of[op]]
         alike = len(own) == len(theirs) and indices.dims.get(op) == indices.dims.get(other)
-        for at, to in zip(own, theirs, strict=False):
-            kind = sort(op, at)
+        for at, to, kind, like in zip(own, theirs, sorts[op], sorts[other], strict=False):
             if kind == 0:
                 alike &= tensor[at] in (at, to)
                 tensor[at] = to
-            alike &= kind == sort(other, to) and size[at] == size[to] and (kind in (0, 3) or tensor[at] == to)
+            alike &= kind == like and size[at] == size[to] and (kind in (0, 3) or tensor[at] == to)
         for at, to in zip((*own, *made[op]), (*theirs, *made[other]), strict=False):
             alike &= indices.access.get(at, {}).get(op) == indices.access.get(to, {}).get(other)
         if not alike:
-            unlike.add(int(of_op[op]))
-    return tensor, inputs, unlike
+            unlike.add(block[op])
+    return np.array(tensor, dtype=np.int64), inputs, unlike

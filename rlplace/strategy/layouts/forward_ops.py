@@ -65,20 +65,25 @@ class ForwardOps:
         self.makes: dict[int, list[int]] = defaultdict(list)
         self.reads: dict[int, list[int]] = defaultdict(list)
         self.views: dict[int, list[int]] = defaultdict(list)
-        for tensor in np.flatnonzero((maker < 0) | self.searched[maker]).tolist():
-            users = graph.consumers[graph.consumer_ptr[tensor] : graph.consumer_ptr[tensor + 1]]
-            readers = [op for op in users[self.searched[users]].tolist() if op != maker[tensor]]
-            if maker[tensor] >= 0:
-                self.after[int(maker[tensor])] += readers
-            if graph.tensor_bytes[tensor] == 0:
+        searched, makers, sizes = self.searched.tolist(), maker.tolist(), graph.tensor_bytes.tolist()
+        forward, users, ends = (graph.op_phase == FORWARD).tolist(), graph.consumers.tolist(), graph.consumer_ptr.tolist()
+        for tensor, op in enumerate(makers):
+            if op >= 0 and not searched[op]:
+                continue
+            own = users[ends[tensor] : ends[tensor + 1]]
+            readers = [user for user in own if searched[user] and user != op]
+            if op >= 0:
+                self.after[op] += readers
+            if sizes[tensor] == 0:
                 continue  # something written in place, and who reads it afterwards
-            if maker[tensor] >= 0:
-                self.makes[int(maker[tensor])].append(tensor)
+            if op >= 0:
+                self.makes[op].append(tensor)
             self.readers[tensor] = readers
-            for op in readers:
-                self.reads[op].append(tensor)
-            for op in users[~self.searched[users] & (graph.op_phase[users] == FORWARD)].tolist():
-                self.views[op].append(tensor)
+            for user in readers:
+                self.reads[user].append(tensor)
+            for user in own:
+                if forward[user] and not searched[user]:
+                    self.views[user].append(tensor)
         self.parameters = self._parameters()
         self.with_gradient = self._with_gradient()
         self.given, self.block_of_op = block_of_op, self._joined(block_of_op)

@@ -296,7 +296,7 @@ def plan_model(
 
 def _noted(plan: PlacementPlan, facts: ModelFacts | None) -> PlacementPlan:
     """Returns the plan with notes on how it treats the loss and the buffers of the model."""
-    from rlplace.runtime.strategy.facts import notes_of
+    from rlplace.runtime.strategy.notes import notes_of
 
     assert plan.strategy is not None
     notes = [] if facts is None else [*notes_of(plan.strategy, facts)]

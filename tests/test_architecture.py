@@ -152,6 +152,11 @@ def test_start_up_loads_nothing_heavy(statement):
     assert not heavy & loaded_by(statement)
 
 
+def test_notes_of_an_answer_load_no_runtime():
+    """The last thing that an answer waits for: importing torch's parallelism takes a second or two."""
+    assert "torch" not in loaded_by("import rlplace.runtime.strategy.notes")
+
+
 def test_environments_load_what_they_simulate_with():
     numba_alone = "sys.modules['coverage'] = None"  # numba looks for it, and it loads SQLite
     loaded = loaded_by(f"{numba_alone}\nimport rlplace.envs.placement, rlplace.envs.refinement")

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse.csgraph import connected_components
 
 from rlplace.cluster.links import Wires
 from rlplace.memoized import memoized
@@ -56,10 +55,21 @@ def _is_best(cost: NDArray[np.float64]) -> bool:
     if len(levels) > _MOST_LEVELS:
         return False
     for level in levels[:-1].tolist():
-        parts = connected_components(cost <= level, directed=True, connection="weak")[0]
+        parts = _parts(cost <= level)
         if (hops > level).sum() > (parts if parts > 1 else 0):
             return False
     return True
+
+
+def _parts(joins: NDArray[np.bool_]) -> int:
+    """Returns into how many parts links, [D, D], join devices."""
+    first = np.arange(len(joins))  # the least number that is known to be joined with each
+    near = joins | joins.T | np.eye(len(joins), dtype=bool)
+    while True:
+        nearer = np.where(near, first, len(joins)).min(axis=1)
+        if (nearer == first).all():
+            return len(np.unique(first))
+        first = nearer
 
 
 @memoized

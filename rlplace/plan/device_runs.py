@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
+
+import numpy as np
 
 from rlplace.errors import InputError, show
 from rlplace.limits import DEVICES
@@ -20,12 +22,10 @@ _EQUAL = re.compile(r"(\d{1,6}) x (\d{1,18})")
 def shortened(devices: Sequence[int]) -> list[int | str]:
     """Returns the numbers in order, each long run of consecutive rising ones as a text."""
     found: list[int | str] = []
-    begin = 0
-    for end in range(1, len(devices) + 1):
-        if end == len(devices) or devices[end] != devices[end - 1] + 1:
-            run = devices[begin:end]
-            found += [f"{run[0]}-{run[-1]}"] if len(run) >= SHORTEST else run
-            begin = end
+    ends = np.flatnonzero(np.diff(np.array(devices, dtype=np.int64)) != 1) + 1
+    for begin, end in pairwise((0, *ends.tolist(), len(devices))):
+        run = devices[begin:end]
+        found += [f"{run[0]}-{run[-1]}"] if len(run) >= SHORTEST else run
     return found
 
 

@@ -7,7 +7,7 @@ it can continue, as batch normalisation does. A cross-entropy that is the loss i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -22,14 +22,14 @@ from rlplace.model.capture.fake import any_dtype_grouped_mm, fake_copy, fake_inp
 from rlplace.model.capture.inputs import split_inputs
 from rlplace.model.graph.opgraph import FORWARD, OpGraph
 from rlplace.model.torch_adapter import FakeTensor, pytree
-from rlplace.plan.strategy import MEAN, SUM, TARGETS, Strategy
+from rlplace.plan.strategy import TARGETS
 from rlplace.runtime.base.batches import Batch
 from rlplace.runtime.base.steps import samples_of
 from rlplace.runtime.strategy.blocks import block_names, has_batch_norm, has_sync_norm, observe, owner, tied_names, units
 from rlplace.runtime.strategy.capture import UnitGraph, capture, strange_in
 from rlplace.runtime.strategy.context_facts import context_facts
 from rlplace.runtime.strategy.cut import StageGraph, cut
-from rlplace.runtime.strategy.fact_records import COUPLES, Conduct, ContextFacts, ModelFacts, TensorFacts
+from rlplace.runtime.strategy.fact_records import Conduct, ContextFacts, ModelFacts, TensorFacts
 from rlplace.runtime.strategy.gather import why_no_gather
 from rlplace.runtime.strategy.lists import Lists, expert_lists
 from rlplace.runtime.strategy.mixtures import common_experts, why_no_experts
@@ -40,43 +40,6 @@ from rlplace.runtime.strategy.strategy_model import keyword_inputs
 from rlplace.runtime.strategy.tables import table_reasons
 from rlplace.strategy.layouts.cut_moves import SAMPLE
 from rlplace.strategy.layouts.forward_ops import ForwardOps
-
-
-def notes_of(strategy: Strategy, facts: ModelFacts) -> Iterator[str]:
-    """Yields sentences about how the results of a strategy differ from those of the model in one piece."""
-    pipelines, conduct = strategy.pipelines, facts.conduct or Conduct()
-    replicas, micro = sum(one.data_degree for one in pipelines), max(n for one in pipelines for n in one.microbatches) > 1
-    if replicas == 1 and not micro:
-        return
-    each = [size for one in pipelines for size in one.microbatch]
-    sizes = sorted({min(each), max(each)})
-    samples = f"{' to '.join(map(str, sizes))} a {'micro-batch' if micro else 'replica'}"
-    joined = replicas > 1 and (facts.sync_norm or strategy.statistics == "batch")
-    if facts.batch_norm and not joined:
-        how = "" if micro else ", as DDP does"
-        other = "; --statistics batch joins replicas" if replicas > 1 else f", not of all {strategy.batch}"
-        yield f"BatchNorm normalizes by the statistics of {samples}{how}{other}"
-    elif (facts.batch_norm or facts.sync_norm) and micro:
-        yield f"BatchNorm normalizes by the statistics of one micro-batch of every replica, not of all {strategy.batch} samples"
-    if conduct.couples and strategy.couple == "gather" and not micro:
-        yield f"{COUPLES}: replicas gather what it reads, and compute it over all {strategy.batch} of a step"
-    elif conduct.couples:
-        where = f" (first in {conduct.where})" if conduct.where else ""
-        whole, halves = f"{conduct.whole:.4g} in one piece", f"{conduct.parts:.4g} as the mean of two parts"
-        figures = f" (of {conduct.samples} example samples, {whole} and {halves})"
-        how = "" if conduct.indivisible or not conduct.samples else figures
-        yield f"{COUPLES}{where}: it is computed over {samples}{how}; --couple gather keeps the loss of the whole batch"
-    if facts.branches:
-        yield f"the forward looks at values outside of its blocks, and branches by those of {samples}"
-    if conduct.reduction == SUM:
-        yield "the loss is a sum over samples: the losses of replicas and micro-batches are added up"
-    elif conduct.reduction == TARGETS:
-        yield "the loss is a mean over targets: replicas and micro-batches count by their targets that are not ignored"
-    elif conduct.reduction not in (MEAN, ""):
-        yield f"the loss is a mean weighted by an input: replicas and micro-batches count by {conduct.reduction}"
-    if conduct.written and strategy.buffers == "replica":
-        yield f"every replica and micro-batch writes {conduct.written[0]} by its own samples"
-
 
 _PLAIN = (nn.Parameter, torch.Tensor, nn.Buffer, FakeTensor, UninitializedParameter, UninitializedBuffer)
 

@@ -184,14 +184,10 @@ def lane_of(draft: Draft, number: int) -> Lane:
     count, degree, (sizes, counts) = lane_count(draft), draft.data_degree, draft.shares
     found, width = [], degree // count
     for place in draft.places:
-        own, share = place.data_degree // count, degree // place.data_degree
-        part = len(place.devices) // place.data_degree
-        found.append(
-            tuple(
-                (sum(sizes[j * share : (j + 1) * share]), place.devices[j * part : (j + 1) * part])
-                for j in range(number * own, (number + 1) * own)
-            )
-        )
+        own, part = place.data_degree // count, len(place.devices) // place.data_degree
+        samples = np.array(sizes, dtype=np.int64).reshape(place.data_degree, -1).sum(axis=1).tolist()
+        inside = range(number * own, (number + 1) * own)
+        found.append(tuple([(samples[j], place.devices[j * part : (j + 1) * part]) for j in inside]))
     return Lane(max(counts[number * width : (number + 1) * width]), tuple(found))
 
 
@@ -227,8 +223,8 @@ def _passes(draft: Draft, place: Mesh, count: int, lane: int, kind: Ints) -> Pas
     own, share = place.data_degree // count, draft.data_degree // place.data_degree
     samples = np.array(draft.shares[0], dtype=np.int64).reshape(-1, share).sum(axis=1)[lane * own : (lane + 1) * own]
     kinds = kind[array_of(place.devices)].reshape(place.data_degree, -1)[lane * own : (lane + 1) * own]
-    pairs = np.unique(np.stack([np.broadcast_to(samples[:, None], kinds.shape), kinds]).reshape(2, -1), axis=1)
-    return frozenset(zip(*pairs.tolist(), strict=True))
+    count = int(kind.max()) + 1
+    return frozenset([divmod(pair, count) for pair in np.unique(samples[:, None] * count + kinds).tolist()])
 
 
 def stage_actions(draft: Draft, microbatches: int) -> list[list[Action]]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplace.cluster import Cluster
 from rlplace.strategy.costs import BlockCosts, Floats, kind_numbers
-from rlplace.strategy.drafts import Draft, Mesh, array_of
+from rlplace.strategy.drafts import Draft, Mesh
 from rlplace.strategy.executor import arrays as c
 from rlplace.strategy.executor.arrays import BlockChoices, FrameArrays, Ints, LanePlace, PackedTies, PlacedBlock, StepResult
 from rlplace.strategy.executor.meshes import (
@@ -82,8 +82,10 @@ class Rows:
 
     def passes(self, replicas: Sequence[tuple[int, tuple[int, ...]]]) -> Passes:
         """Returns the passes of replicas, each with its samples and devices."""
-        kinds = [(samples, np.unique(self.kind[array_of(devices)]).tolist()) for samples, devices in replicas]
-        return frozenset([(samples, kind) for samples, own in kinds for kind in own])
+        kind = self.kind[np.array(list(chain.from_iterable(devices for _, devices in replicas)), dtype=np.int64)]
+        samples = np.repeat([size for size, _ in replicas], [len(devices) for _, devices in replicas])
+        pairs = np.unique(samples * len(self.costs.kinds) + kind)
+        return frozenset([divmod(pair, len(self.costs.kinds)) for pair in pairs.tolist()])
 
     def number(self, place: Mesh, passes: Passes) -> int:
         """Returns the index of the row of a place whose replicas in a lane have these passes."""

@@ -7,7 +7,8 @@ from rlplace.plan.strategy import Strategy
 from rlplace.runtime.state.whole import whole_tensor
 from rlplace.runtime.strategy.blocks import has_batch_norm
 from rlplace.runtime.strategy.fact_records import ModelFacts
-from rlplace.runtime.strategy.facts import facts_of, notes_of
+from rlplace.runtime.strategy.facts import facts_of
+from rlplace.runtime.strategy.notes import notes_of
 from rlplace.runtime.strategy.run import prepare
 from rlplace.runtime.strategy.why_not import why_not
 from tests.runtime.job.launch import run

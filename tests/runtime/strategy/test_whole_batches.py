@@ -17,8 +17,9 @@ from rlplace.runtime.strategy.blocks import reads
 from rlplace.runtime.strategy.buffers import StepBuffers
 from rlplace.runtime.strategy.capture import capture
 from rlplace.runtime.strategy.fact_records import Conduct, ModelFacts
-from rlplace.runtime.strategy.facts import conduct_of_graph, facts_of, notes_of
+from rlplace.runtime.strategy.facts import conduct_of_graph, facts_of
 from rlplace.runtime.strategy.gather import split_forward
+from rlplace.runtime.strategy.notes import notes_of
 from tests.runtime import small_models
 
 CPU = torch.device("cpu")

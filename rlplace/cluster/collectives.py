@@ -203,7 +203,10 @@ def _parts(links: Wires, group: tuple[int, ...]) -> list[_Share]:
     The smallest fabric that holds the whole group serves it, else each takes as many as it can.
     """
     left, fabrics = np.array(group), links.fabrics_near(group)
-    fabrics_of = _fabrics_of_device(links.num_devices, fabrics)
+    known = _known_rows(links)
+    if not known or known[0][0] is not fabrics:  # large groups look at all of them
+        known[:] = [(fabrics, _fabrics_of_device(links.num_devices, fabrics))]
+    fabrics_of = known[0][1]
     parts: list[_Share] = []
     while len(left):
         ranked: list[tuple[int, int, int, tuple[int, ...]]] = []
@@ -233,6 +236,12 @@ def _parts(links: Wires, group: tuple[int, ...]) -> list[_Share]:
             taken[list(own)] = True
         left = left[~taken[left]]
     return parts
+
+
+@memoized
+def _known_rows(links: Wires) -> list[tuple[Sequence[Fabric], list[Ints]]]:
+    """Returns where the fabrics that were looked at last are kept with their `_fabrics_of_device`."""
+    return []
 
 
 def _fabrics_of_device(count: int, fabrics: Sequence[Fabric]) -> list[Ints]:

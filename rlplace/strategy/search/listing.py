@@ -155,8 +155,8 @@ class _Group(NamedTuple):
 class _Queue:
     """Groups, the one next that is expected to be the quickest after those before it.
 
-    A group is expected to take as many times its promise as the best of the same set of devices did, or of those with the same
-    tensor and context degrees, expert degree or places among them; little is concluded from few.
+    A group is expected to take as many times its promise as the best of the same set of devices did, in a pipeline or without,
+    or of those with the same tensor and context degrees, expert degree or places among them; little is concluded from few.
 
     Attributes:
         groups: All of them.
@@ -168,8 +168,8 @@ class _Queue:
         self.promised_s = np.array([promises.step_s(devices, degrees, free=True) for devices, degrees, _ in self.groups])
         self._promises, self._budget, self._exact = promises, budget, np.full(len(self.groups), False)
         of_set = {devices: number for number, devices in enumerate(sets)}
-        rows = [(of_set[group.devices], *group.degrees) for group in self.groups]
-        at = {name: number for number, name in enumerate(("set", *Degrees._fields))}
+        rows = [(2 * of_set[group.devices] + (group.degrees.places > 1), *group.degrees) for group in self.groups]
+        at = {name: number for number, name in enumerate(("set", *Degrees._fields))}  # stages or not
         facts = np.array(rows, dtype=np.int64).reshape(-1, len(at))
 
         def numbered(*names: str) -> NDArray[np.int64]:

@@ -40,10 +40,10 @@ UNIFORM_PART = 0.45
 FIRST_UNIFORM = 6
 """Uniform strategies that come before everything else, the most promising ones."""
 
-BY_KIND_PART = 0.12
+BY_KIND_PART = 0.08
 """Part of the budget for starts with a shape for each kind of device."""
 
-TABLES_PART = 0.15
+TABLES_PART = 0.1
 """Part of the budget for tables of stages and for published planners."""
 
 PATIENCE = 3
@@ -128,6 +128,7 @@ def search(
                 best_s, until = tries.best_s, max(PATIENCE * tries.calls, LEAST_UNIFORM)
             if tries.fitting() and (tries.spent() > UNIFORM_PART or tries.calls > until):
                 break
+        try_unlike(tries, _explore)
         first: list[Tried | None] = []
         until_part = tries.spent() + BY_KIND_PART
         for draft in list(starts_by_kind(problem, BY_KIND_PART / 2 * tries.budget.seconds)):
@@ -141,7 +142,6 @@ def search(
             if tries.spent() > until_part:
                 break
         chains = sorted(filter(None, first), key=lambda tried: tried.step_s)
-        try_unlike(tries, _explore)
         improve(tries, [*starts(tries), *chains[:STARTS]])
         improve(tries, list(starts(tries)), thorough=True)
         uniform.extend(others)

@@ -140,7 +140,7 @@ def test_groups_wait_where_others_of_their_devices_took_longer_than_promised() -
         def step_s(self, devices: tuple[int, ...], degrees: Degrees, *, free: bool = False) -> float:
             return promised_s[devices[0]] * (1.0 + 0.01 * degrees.places)
 
-    forms = {Degrees(places, 1, 1, 1, 1): ((Mesh(()),),) for places in (1, 2, 3, 4)}
+    forms = {Degrees(places, 1, 1, 1, 1): ((Mesh(()),),) for places in (2, 3, 4, 5)}
     sets = {Devices([number]): forms for number in (0, 1)}
     queue, order = _Queue(sets, Fixed(), Budget()), list[int]()  # type: ignore[arg-type]
     for number in queue:

@@ -73,7 +73,8 @@ class Context:
         """Gives a part between blocks the positions of a part, where the model's code names those of its whole inputs."""
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         own = self._length // self._part.degree
-        if own and value.dim() > 1 and value.shape[1] == own and len(sizes) > 1 and sizes[1] == self._length:
+        by_samples = len(sizes) > 1 and (len(sizes) >= value.dim() or sizes[0] == value.shape[0])  # else it joins dimensions
+        if own and by_samples and value.dim() > 1 and value.shape[1] == own and sizes[1] == self._length:
             shape = ([sizes[0], own, *sizes[2:]],)
         made: torch.Tensor = function(value, *shape, **named)
         return made

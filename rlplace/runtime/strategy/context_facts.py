@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from rlplace.errors import InputError
 from rlplace.model.capture.caches import caches_off
+from rlplace.model.capture.export import quiet_logs
 from rlplace.model.capture.fake import any_dtype_grouped_mm, computed_values, fake_copy, fake_inputs, new_fake_mode
 from rlplace.model.capture.masks import masks_of_runs
 from rlplace.model.torch_adapter import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, pytree
@@ -199,6 +200,7 @@ def _facts(model: nn.Module, inputs: Batch, conduct: Conduct, precisions: Sequen
                 masks_of_runs(model, (), inputs),
                 torch.enable_grad(),
                 torch.random.fork_rng([]),
+                quiet_logs(),
                 mode or nullcontext(),
             ):
                 return _checked(own, given, conduct.reduction, alike)

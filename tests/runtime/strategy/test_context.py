@@ -264,3 +264,13 @@ def test_packed_documents_and_positions_are_those_of_the_whole():
     inputs = {"input_ids": ids, "labels": ids, "position_ids": places}
     facts = context_facts(small_models.llama(layers=2)[0], inputs, Conduct(reduction=TARGETS))
     assert (facts.no_context, facts.positions, facts.no_ring) == (None, 8, NO_RING)
+
+
+@pytest.mark.parametrize("unseen", [None, "too large"])
+def test_as_many_positions_as_the_width_of_a_mixture_are_told_apart(unseen):
+    """A mixture flattens its tokens to rows of the model's width, which names no positions."""
+    torch.manual_seed(0)
+    model, _, _ = small_models.mixtral()
+    ids = torch.randint(1, 64, (2, model.config.hidden_size))
+    facts = context_facts(model, {"input_ids": ids, "labels": ids}, Conduct(reduction=TARGETS, unseen=unseen))
+    assert (facts.no_context, facts.positions) == (None, model.config.hidden_size)

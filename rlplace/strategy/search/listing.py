@@ -62,7 +62,7 @@ NEW_CUT = 1.15
 TRUST = 1
 """Groups after which half of what they took beyond their promises is expected of others."""
 
-UNFIT = 2.0
+UNFIT = 1.3
 """Expected seconds over promised ones where nothing fitted so far."""
 
 

@@ -98,7 +98,7 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
     queue = _Queue({devices: options.divisions(devices) for devices in sets}, Promises(problem), budget)
     largest = max((group.degrees.tensor for group in queue.groups), default=1)
     first: list[Option] = []
-    later: list[_Group | list[Division]] = []
+    later: list[_Alike | list[Division]] = []
     unfit, missed = dict[str, bool](), set[str]()
     least_s = math.inf
     for number in queue:
@@ -132,7 +132,7 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
 
     def rest() -> Iterator[list[Option]]:
         for some in later:
-            for own in map(some.divisions, some.forms) if isinstance(some, _Group) else (some,):
+            for own in map(some.divisions, some.forms) if isinstance(some, _Alike) else (some,):
                 yield sorted((option for division in own for option in options.of(division)), key=Option.key)
 
     first.sort(key=Option.key)
@@ -140,7 +140,7 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
     return Listed(first, rivals, not any(unfit[kind] for kind in missed), rest)
 
 
-class _Group(NamedTuple):
+class _Alike(NamedTuple):
     """Uniform strategies whose passes cost about the same; see `rlplace.strategy.search.promise`."""
 
     devices: Devices
@@ -164,7 +164,7 @@ class _Queue:
     """
 
     def __init__(self, sets: Mapping[Devices, Mapping[Degrees, Forms]], promises: Promises, budget: Budget) -> None:
-        self.groups = [_Group(devices, *group) for devices, own in sets.items() for group in own.items()]
+        self.groups = [_Alike(devices, *group) for devices, own in sets.items() for group in own.items()]
         self.promised_s = np.array([promises.step_s(devices, degrees, free=True) for devices, degrees, _ in self.groups])
         self._promises, self._budget, self._exact = promises, budget, np.full(len(self.groups), False)
         of_set = {devices: number for number, devices in enumerate(sets)}

@@ -125,6 +125,7 @@ def test_a_listing_that_time_cuts_is_listed_later() -> None:
     assert {len(option.shape.devices) for option in cut.first} == {4}
     tight = listed(question(1, "a100-80g:2+t4:2", factor=1e-4), seconds=0.0)
     assert {option.shape.axes.tensor for option in tight.first} == {1, 2}
+    assert not listed(question(1, "a100-80g:2+t4:2", factor=1e-4), seconds=0.0, in_time=True).first
 
     def every(found: Listed) -> set[Option]:
         return {*found.first, *itertools.chain.from_iterable(found.rest())}

@@ -82,7 +82,7 @@ class Listed(NamedTuple):
     rest: Callable[[], Iterator[list[Option]]]
 
 
-def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
+def listed(problem: SearchProblem, seconds: float = math.inf, *, in_time: bool = False) -> Listed:
     """Lists uniform strategies, the most promising groups first (`rlplace.strategy.search.promise`).
 
     Left to the rest are groups whose promise is longer than what a strategy that fits is expected to take, but for kinds with
@@ -93,6 +93,7 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
     Args:
         problem: The problem.
         seconds: After these whatever is not yet listed is left to the rest.
+        in_time: Whether that holds for all of them, though nothing may fit so far.
     """
     options, budget, sets = UniformOptions(problem), Budget(seconds=seconds), device_sets(problem)
     queue = _Queue({devices: options.divisions(devices) for devices in sets}, Promises(problem), budget)
@@ -105,7 +106,7 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
         group, promised_s = queue.groups[number], float(queue.promised_s[number])
         degrees = group.degrees
         rival = sum(degree > 1 for degree in degrees) <= 1
-        if not rival and least_s < math.inf and budget.left_s() <= 0.0:
+        if not rival and (least_s < math.inf or in_time) and budget.left_s() <= 0.0:
             later.append(group)
             continue
         basic = degrees.context == degrees.expert == 1 and degrees.tensor in (1, largest) and group.devices is next(iter(sets))
@@ -115,7 +116,7 @@ def listed(problem: SearchProblem, seconds: float = math.inf) -> Listed:
             wanted = promised_s < least_s and (near_s == math.inf or near_s < NEAR * least_s)
             for division in group.divisions(form):
                 lacking = rival and division.kind in KINDS and unfit.setdefault(division.kind, True)
-                if not ((basic and least_s == math.inf) or ((wanted or lacking) and budget.left_s() > 0.0)):
+                if not ((basic and least_s == math.inf and not in_time) or ((wanted or lacking) and budget.left_s() > 0.0)):
                     left.append(division)
                     missed |= {division.kind} if lacking else set()
                     continue

@@ -167,7 +167,7 @@ def search(
 
 def _explore(tries: Tries) -> None:
     """Tries uniform strategies, and better ones near them; raises as `improve` does."""
-    for _ in try_uniform(tries, listed(tries.problem, LISTING_PART * tries.budget.seconds).first):
+    for _ in try_uniform(tries, listed(tries.problem, LISTING_PART * tries.budget.seconds, in_time=True).first):
         pass
     improve(tries, list(starts(tries)))
 

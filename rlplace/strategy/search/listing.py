@@ -93,7 +93,7 @@ def listed(problem: SearchProblem, seconds: float = math.inf, *, in_time: bool =
     Args:
         problem: The problem.
         seconds: After these whatever is not yet listed is left to the rest.
-        in_time: Whether that holds for all of them, though nothing may fit so far.
+        in_time: Whether that holds after the first group, though nothing may fit so far.
     """
     options, budget, sets = UniformOptions(problem), Budget(seconds=seconds), device_sets(problem)
     queue = _Queue({devices: options.divisions(devices) for devices in sets}, Promises(problem), budget)
@@ -106,7 +106,8 @@ def listed(problem: SearchProblem, seconds: float = math.inf, *, in_time: bool =
         group, promised_s = queue.groups[number], float(queue.promised_s[number])
         degrees = group.degrees
         rival = sum(degree > 1 for degree in degrees) <= 1
-        if not rival and (least_s < math.inf or in_time) and budget.left_s() <= 0.0:
+        enough = least_s < math.inf or (in_time and len(first) > 0)
+        if not rival and enough and budget.left_s() <= 0.0:
             later.append(group)
             continue
         basic = degrees.context == degrees.expert == 1 and degrees.tensor in (1, largest) and group.devices is next(iter(sets))
@@ -116,7 +117,7 @@ def listed(problem: SearchProblem, seconds: float = math.inf, *, in_time: bool =
             wanted = promised_s < least_s and (near_s == math.inf or near_s < NEAR * least_s)
             for division in group.divisions(form):
                 lacking = rival and division.kind in KINDS and unfit.setdefault(division.kind, True)
-                if not ((basic and least_s == math.inf and not in_time) or ((wanted or lacking) and budget.left_s() > 0.0)):
+                if not ((basic and not enough) or ((wanted or lacking) and budget.left_s() > 0.0)):
                     left.append(division)
                     missed |= {division.kind} if lacking else set()
                     continue

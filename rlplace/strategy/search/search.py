@@ -131,7 +131,7 @@ def search(
         try_unlike(tries, _explore)
         first: list[Tried | None] = []
         until_part = tries.spent() + BY_KIND_PART
-        for draft in list(starts_by_kind(problem, BY_KIND_PART / 2 * tries.budget.seconds)):
+        for draft in starts_by_kind(problem, BY_KIND_PART / 2 * tries.budget.seconds):
             first.append(fitted(tries, draft, SLACK * tries.best_s))
             if tries.spent() > until_part:
                 break

@@ -160,6 +160,7 @@ class Tries:
         calls: float | None = None,
         time_limit_s: float | None = None,
         progress: Progress | None = None,
+        in_time: bool = False,
     ) -> None:
         self.problem, self.budget = problem, Budget(calls, time_limit_s)
         self.best: Tried | None = None
@@ -169,7 +170,7 @@ class Tries:
         self._runs: dict[object, str | None] = {}
         self._forms: dict[object, bool] = {}
         self._running: set[Draft] = set()
-        self._in_time = False
+        self._in_time = in_time  # the clock ends it though nothing fits so far
 
     def within(self, problem: SearchProblem, part: float) -> Tries:
         """Returns tries of another problem with a part of the budget that is left; the caller adds their calls.
@@ -177,9 +178,8 @@ class Tries:
         Their clock ends them whatever they found.
         """
         budget = self.budget
-        own = Tries(problem, calls=(budget.calls - budget.used) * part, time_limit_s=max(budget.left_s(), 0.0) * part)
-        own._in_time = True
-        return own
+        calls, left_s = budget.calls - budget.used, max(budget.left_s(), 0.0)
+        return Tries(problem, calls=calls * part, time_limit_s=left_s * part, in_time=True)
 
     @property
     def calls(self) -> int:
@@ -188,9 +188,12 @@ class Tries:
 
     def left(self) -> bool:
         """Returns whether the budget allows another evaluation; the clock ends it only where something fits."""
-        late_s = GRACE_S if self.calls < LEAST_CALLS and not self._in_time else 0.0
-        waits = not self.fitting() and not self._in_time
-        return self.calls < self.budget.calls and (waits or self.budget.left_s() > -late_s)
+        if self.calls >= self.budget.calls:
+            return False
+        if self._in_time:
+            return self.budget.left_s() > 0.0
+        late_s = GRACE_S if self.calls < LEAST_CALLS else 0.0
+        return not self.fitting() or self.budget.left_s() > -late_s
 
     def late(self, part: float) -> bool:
         """Returns whether so large a part of the seconds is over, and some drafts were evaluated."""
